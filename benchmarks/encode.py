@@ -158,10 +158,7 @@ def measure(way: EngineSetup, source: Path, dest: Path, encoders: str, resolutio
 
 def stages(source: Path, dest: Path, encoders: str, resolution: int, batch: int) -> dict[str, float]:
     """Images/s of each stage by itself: reading with decoding and resizing, encoding, writing. It is the command's own work, one part at a time."""
-    from data_prep.encoding.dataset import encode
-    from data_prep.encoding.passes import EncodeWork
-    from data_prep.encoding.pixels import Pixels
-    from data_prep.encoding.writing import Writing
+    from data_prep.encoding.dataset import EncodeWork, Pixels, encode
     from data_prep.engines.engine import Engine
     from diffusion.recipe.schema import EncoderSource
 
@@ -180,7 +177,7 @@ def stages(source: Path, dest: Path, encoders: str, resolution: int, batch: int)
                 batches, end = [message for message in messages if isinstance(message, Pixels)], messages[-1]
                 encoded = [work.encoders.encode(batch)[0].cpu() for batch in batches]  # without .cpu() a GPU would not be done
                 done = time.perf_counter()
-                with Writing(work.encoding) as writing:
+                with work.writing() as writing:
                     for batch, moments in zip(batches, encoded, strict=True):
                         writing.submit(writing.write, batch, moments, {})
                     writing.submit(writing.end, end)

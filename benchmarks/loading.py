@@ -58,7 +58,7 @@ def write_images(folder: Path, count: int) -> list[bytes]:
 
 def strict(folder: Path) -> dict[str, Any]:
     """Return what our datasets take beyond their content, as loader.py gives it to them."""
-    from diffusion.datasets.bad_samples import BadSamples
+    from diffusion.datasets.mds import BadSamples
     from diffusion.datasets.verified import VerifiedStream
 
     index = (folder / INDEX_NAME).read_bytes()

@@ -24,7 +24,7 @@ from data_prep.engines.options import add_engine_options, engine_of
 from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
 from data_prep.mds.job import Share
 from data_prep.mds.tally import Tally
-from data_prep.sources.image_mds import find_images
+from data_prep.sources.mds import find_images
 from diffusion.common.arguments import positive_int
 from diffusion.common.processes import end_with_parent, quick_imports
 from diffusion.recipe.hub import neither_folder_nor_hub_id

@@ -22,7 +22,7 @@ from data_prep.engines.options import add_engine_options, engine_of
 from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
 from data_prep.mds.job import Share
 from data_prep.mds.tally import Tally
-from data_prep.sources.image_mds import find_images
+from data_prep.sources.mds import find_images
 from diffusion.common.arguments import positive_float, positive_int, seed_number
 from diffusion.common.processes import end_with_parent, quick_imports
 from diffusion.recipe.hub import neither_folder_nor_hub_id, pins
@@ -121,8 +121,7 @@ def main() -> int:
         find_images(args.source, 'recaption')
         with quick_imports():  # of torch, so after the arguments and the source are looked at
             from data_prep.recaptioning.captioner import Generation
-            from data_prep.recaptioning.dataset import recaption
-            from data_prep.recaptioning.passes import Choice
+            from data_prep.recaptioning.dataset import Choice, recaption
         generation = Generation(
             prompt=args.prompt,
             num_captions=args.captions,

@@ -28,14 +28,23 @@ from diffusion.common.storage import StorageError, StorageRefusal
 from diffusion.common.text import counted, one_line, print_message, print_page
 from diffusion.contracts.errors import DataError, EncoderError, ManifestError
 from diffusion.cost.assumptions import draw_all, load_assumptions
-from diffusion.cost.encoders import encoder_of, fleet_text, fleet_warnings, online_fleet, text_warnings
+from diffusion.cost.encoders import encoder_of, online_fleet, text_warnings
 from diffusion.cost.facts import Cluster, Facts
 from diffusion.cost.hardware import MEMORY_GB, gpu_without_kernels, memory_gb
 from diffusion.cost.prices import RULES, load_prices, price_of_run
-from diffusion.cost.rate_sources import rate_sources
-from diffusion.cost.rates import RateError
-from diffusion.datasets.buckets import where
-from diffusion.datasets.sources import StreamSource, batches_per_epoch, is_prepared, read_sources, shares_of, sizes_of, store_text, together, too_few
+from diffusion.cost.throughput import RateError, rate_sources
+from diffusion.datasets.sources import (
+    StreamSource,
+    batches_per_epoch,
+    is_prepared,
+    read_sources,
+    shares_of,
+    sizes_of,
+    store_text,
+    together,
+    too_few,
+    where,
+)
 from diffusion.families.counting.counts import Counter
 from diffusion.families.networks import find_network
 from diffusion.recipe import AnyRecipe, AutoencoderRecipe, Recipe, RecipeError, load_any_recipe, to_dict
@@ -185,7 +194,7 @@ def encoders_of(recipe: Recipe, num_gpus: int) -> tuple[list[str], list[str]]:
         return [f'{unknown} {one_line(error, 300)}'], []
     encoder = encoder_of(facts, assumed, prices, price_of_run(recipe.cost, prices), gpu, [])
     fleet = online_fleet(facts, source.rate(num_gpus).images_per_sec, encoder, assumed)
-    return ([], []) if fleet is None else ([f'encoders: {fleet_text(fleet)}'], fleet_warnings(recipe.name, fleet))
+    return ([], []) if fleet is None else ([f'encoders: {fleet}'], fleet.warnings(recipe.name))
 
 
 def _streams(recipe: AnyRecipe) -> dict[str, dict[str, Stream]]:

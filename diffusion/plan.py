@@ -1,7 +1,7 @@
 """Plan training before any GPU is rented: memory, time and the whole bill of one or more recipes.
 
     python -m diffusion.plan RECIPE ... [key=value ...] [--gpu h200] [--gpus 8,16,32 | 8..256] [--throughput FILE | NUMBER | published]
-                             [--mfu 0.35 | 0.25..0.4] [--price 2.49 | spot] [--deadline-days 30] [--encoding]
+                             [--mfu 0.35 | 0.25..0.4] [--price 2.49 | spot]
 
 Several recipes are phases one after another. Images per second come from --throughput or --mfu; without either from a published table of the same
 network, GPU and resolution, else from an MFU of 24 to 36 %: the plan says which. Prices are those of cost/prices.yaml, other assumptions are in
@@ -14,24 +14,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from diffusion.common.arguments import CommandParser, add_prices, gpu_counts, positive_float, positive_int, share_or_range
+from diffusion.common.arguments import CommandParser, add_prices, gpu_counts, positive_int, share_or_range
 from diffusion.common.files import replacing
 from diffusion.common.text import counted, print_message, print_page
 from diffusion.contracts.errors import InputError, run_command
 from diffusion.cost.assumptions import Assumptions, draw_all, encoding_at, load_assumptions
-from diffusion.cost.bill import compare_plans, make_bill
-from diffusion.cost.encoders import encoder_of
-from diffusion.cost.encoding import encoding_ways
-from diffusion.cost.encoding_rates import read_encoding_rows
+from diffusion.cost.encoders import encoder_of, read_encoding_rows
 from diffusion.cost.facts import Cluster, Counts, Facts, known_images, load_for_planning
-from diffusion.cost.formulas import HOURS_PER_DAY
 from diffusion.cost.hardware import MEMORY_GB, gpu_without_kernels, memory_gb
 from diffusion.cost.prices import Price, Prices, asked_price, load_prices, price_of_gpu, price_of_run
-from diffusion.cost.project import Column, ProjectPlan, column, memory_checks, plan_json
-from diffusion.cost.rate_sources import rate_sources
+from diffusion.cost.project import ProjectPlan, column, project_plan
 from diffusion.cost.text import plan_text
+from diffusion.cost.throughput import rate_sources
 from diffusion.families.counting.counts import Counter
-from diffusion.recipe import AnyRecipe, AutoencoderRecipe, Recipe, RecipeError
+from diffusion.recipe import AnyRecipe, AutoencoderRecipe, RecipeError
 from diffusion.recipe.rules import starts_before_the_end
 
 DEFAULT_GPUS = '8..128'
@@ -42,11 +38,7 @@ class PlanInputError(InputError):
 
 
 def make_plan(args: argparse.Namespace) -> ProjectPlan:
-    """Make the plan of a command line, in the order in which mistakes are cheapest to find.
-
-    Raises:
-        InputError, ManifestError: an option, a recipe, a list or a dataset is wrong.
-    """
+    """Make the plan of a command line, in the order in which mistakes (InputError, ManifestError) are cheapest to find."""
     recipes = _recipes(args.recipes)
     gpu = _gpu(args.gpu, recipes)
     prices, price = _price(args, recipes, gpu)
@@ -78,29 +70,15 @@ def make_plan(args: argparse.Namespace) -> ProjectPlan:
     measured = read_encoding_rows(args.encoding_rates) if args.encoding_rates is not None else []
     encoders = [encoder_of(one, assumed, prices, price, gpu, measured) for one in facts]
     columns = [column(facts, sources, cluster, assumed, encoders) for cluster in clusters]
-    chosen = _chosen(columns, args.bill_gpus)
-    ways = [
-        encoding_ways(phase.facts, phase.unlimited, chosen.cluster.num_gpus, encoder, price, assumed, prices)
-        for phase, encoder in zip(chosen.phases, encoders, strict=True)
-    ]
 
-    offers = [price, *(offer for offer in prices.plans(gpu).values() if offer != price)]
-    deadline_hours = None if args.deadline_days is None else args.deadline_days * HOURS_PER_DAY
-    bill = make_bill(chosen.job, assumed, prices, price)
-    return ProjectPlan(
-        columns=tuple(columns),
-        chosen=chosen,
-        remedies=tuple(() if phase.memory.fits else tuple(phase.facts.remedies(chosen.cluster, counts_of)) for phase in chosen.phases),
-        checks=tuple(check for phase in chosen.phases for check in memory_checks(phase.facts, phase.source, memory_gb(gpu))),
-        bill=bill,
-        encoding=tuple(one for one in ways if one is not None),
-        show_encoding=args.encoding
-        or args.encoding_rates is not None
-        or any(recipe.data.kind == 'images' and isinstance(recipe, Recipe) for recipe in recipes),
-        headroom=assumed.online.headroom,
-        outcomes=tuple(compare_plans(chosen.job, assumed, prices, offers, deadline_hours)),
-        deadline_days=args.deadline_days,
-    )
+    # The bill is for the number of GPUs that was asked for, or the most on which the recipes are sound and fit, else are sound.
+    asked = [one for one in columns if args.bill_gpus in (None, one.cluster.num_gpus)]
+    sound = [one for one in asked if one.phases]
+    if not sound:
+        mistakes = [f'  - {counted(one.cluster.num_gpus, "GPU")}: {error}' for one in asked for error in one.errors]
+        raise PlanInputError('\n'.join(['the recipes are sound on none of these numbers of GPUs:', *mistakes]))
+    fitting = [one for one in sound if all(phase.memory.fits for phase in one.phases)]
+    return project_plan(columns, (fitting or sound)[-1], assumed, prices, price, counts_of)
 
 
 def autoencoder_counts(recipe: AutoencoderRecipe) -> Counts:
@@ -171,17 +149,6 @@ def _with_known_images(assumptions: Assumptions, recipes: Sequence[AnyRecipe], k
     return replace(assumptions, encoding=encoding, preparation=preparation)
 
 
-def _chosen(columns: Sequence[Column], wanted: int | None) -> Column:
-    """Return the column of the bill: as asked, or the most GPUs on which the recipes are sound and fit, else are sound."""
-    columns = [one for one in columns if wanted in (None, one.cluster.num_gpus)]
-    sound = [one for one in columns if one.phases]
-    if not sound:
-        errors = [f'  - {counted(one.cluster.num_gpus, "GPU")}: {error}' for one in columns for error in one.errors]
-        raise PlanInputError('\n'.join(['the recipes are sound on none of these numbers of GPUs:', *errors]))
-    fitting = [one for one in sound if all(phase.memory.fits for phase in one.phases)]
-    return (fitting or sound)[-1]
-
-
 def parser() -> argparse.ArgumentParser:
     made = CommandParser('diffusion.plan', __doc__)
     made.add_argument('recipes', nargs='+', metavar='RECIPE | key=value', help='phases in their order; overrides apply to all of them')
@@ -203,10 +170,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument('--assume', action='append', default=[], metavar='key=value', help='changes diffusion/cost/assumptions.yaml; repeatable')
     made.add_argument('--assumptions', type=Path, metavar='FILE', help='what differs from diffusion/cost/assumptions.yaml')
     made.add_argument('--bill-gpus', type=positive_int, metavar='N', help='the number of GPUs of the bill (default: the most of --gpus that fit)')
-    made.add_argument('--encoding', action='store_true', help='compare encoding in the step, online and offline (for images without asking)')
-    made.add_argument('--encoding-rates', type=Path, metavar='FILE', help='images/s of encoders, measured: rows of benchmarks.encode; compares, too')
-    made.add_argument('--deadline-days', type=positive_float, metavar='DAYS', help='print the probability of finishing by then')
-    made.add_argument('--json', type=Path, metavar='FILE', help='write the plan for machines')
+    made.add_argument('--encoding-rates', type=Path, metavar='FILE', help='images/s of encoders, measured: rows of benchmarks.encode')
+    made.add_argument('--json', type=Path, metavar='FILE', help='write the table of rows, unrounded')
     return made
 
 
@@ -216,11 +181,11 @@ def print_plan(args: argparse.Namespace) -> None:
     if args.json is not None:
         try:
             with replacing(args.json) as temporary:
-                temporary.write_text(json.dumps(plan_json(plan), indent=1) + '\n')
+                temporary.write_text(json.dumps(plan.values, indent=1) + '\n')
         except OSError as error:
             raise PlanInputError(f'--json {args.json}: cannot be written: {error.strerror}') from None
     print_page(plan_text(plan))
-    for text in (*plan.unfit, *filter(None, [gpu_without_kernels(plan.chosen.cluster.gpu)])):
+    for text in (*plan.unfit, *filter(None, [gpu_without_kernels(plan.cluster.gpu)])):
         print_message(f'warning: {text}')
 
 

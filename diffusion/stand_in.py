@@ -49,7 +49,7 @@ def main() -> None:
     with quick_imports():  # of torch, so after the arguments are read
         from diffusers import AutoencoderKL
 
-        from diffusion.datasets.captions import words_of
+        from diffusion.datasets.shards import words_of
         from diffusion.encoders.pretrained import load_model
         from diffusion.encoders.random_encoders import write_stand_in
 

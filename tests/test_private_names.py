@@ -33,9 +33,9 @@ USED = [
     ('diffusion/monitoring/loggers.py', 'composer.loggers.WandBLogger', '_enabled _init_kwargs _set_is_in_atexit', "init() is ours: Composer's asks offline runs for an address"),
     ('diffusion/monitoring/loggers.py', 'composer.loggers.TensorboardLogger', '_flush', 'overridden: it begins a new file each time'),
     # Streaming: shared memory and its numbers
-    ('diffusion/datasets/leftovers.py', 'streaming.base.dataset', 'get_shm_prefix gettempdir', 'replaced while a dataset is made: its number, and where its locks lie'),
-    ('diffusion/datasets/leftovers.py', 'streaming.base.constant', 'LOCALS SHM_TO_CLEAN', 'names of its segments'),
-    ('diffusion/datasets/leftovers.py', 'streaming.base.shared', 'SharedMemory prefix._get_path prefix._pack_locals', 'the first segment, as Streaming makes it'),
+    ('diffusion/datasets/strict.py', 'streaming.base.dataset', 'get_shm_prefix gettempdir', 'replaced while a dataset is made: its number, and where its locks lie'),
+    ('diffusion/datasets/strict.py', 'streaming.base.constant', 'LOCALS SHM_TO_CLEAN', 'names of its segments'),
+    ('diffusion/datasets/strict.py', 'streaming.base.shared', 'SharedMemory prefix._get_path prefix._pack_locals', 'the first segment, as Streaming makes it'),
     ('diffusion/datasets/strict.py', 'streaming.base.shared', 'SharedArray _get_path', 'a segment of ours beside them'),
     ('diffusion/datasets/strict.py', 'streaming.StreamingDataset', '_shm_prefix_int _cache_filelock_path', "the dataset's number and its lock"),
     # Streaming: epochs

@@ -241,14 +241,13 @@ def test_nothing_is_left_to_fill_in():
 
 # To hang on request; to wait for another process, as load.py for the first rank of its node, or for storage or the Hub before the next try.
 MAY_SLEEP = (
-    'configs.py',
     'guards.py',
     'http.py',
-    'leftovers.py',
     'load.py',
     'peers.py',
     'pool.py',
     'prepare.py',
+    'pretrained.py',
     'processes.py',
     'ray_cluster.py',
     'storage.py',

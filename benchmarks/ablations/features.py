@@ -41,8 +41,8 @@ def train_features(folder: Path, steps: int, side_px: int | None, seed: int = 0)
     from tqdm import tqdm
     from transformers import Dinov2Config, Dinov2Model
 
-    from diffusion.datasets.captions import words_in, words_of
     from diffusion.datasets.decode import open_image
+    from diffusion.datasets.shards import words_in, words_of
     from diffusion.datasets.transforms import square
     from diffusion.encoders.patches import normalized
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.errors import kernel_checks
 from benchmarks.timing import cudnn_benchmark, device, timed
-from diffusion.encoders.attention import KERNELS, AttentionError, use_attention
+from diffusion.encoders.frozen_part import KERNELS, AttentionError, use_attention
 from diffusion.families.networks import find_network
 from diffusion.families.registry import family_of
 from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH

@@ -15,7 +15,7 @@ from benchmarks.checking.profiling import profiled
 from benchmarks.optimizations import OPTIMIZATIONS, Optimization, ladder
 from benchmarks.step_rows import StepRow, measure_alone, plan, possible
 from benchmarks.timing import cudnn_benchmark, device, forget_peak_memory
-from diffusion.encoders.attention import AttentionError, use_attention
+from diffusion.encoders.frozen_part import AttentionError, use_attention
 from diffusion.encoders.random_encoders import write_stand_in
 
 HEADLINE = '+ compile network'  # the row of the ablation that is train.py without an average of the weights

@@ -10,7 +10,7 @@ from benchmarks.reporting.page import Block, FigureBlock, Notes, Section, Table
 from benchmarks.reporting.series import LOWER_LAW, PREDICTED, WITH_OUTLIER
 from diffusion.common.text import counted
 from diffusion.cost.assumptions import draw_all, load_assumptions
-from diffusion.cost.bill import TrainingJob, TrainingPhase, compare_plans
+from diffusion.cost.bill import TrainingJob, TrainingPhase, ways_to_pay
 from diffusion.cost.formulas import HOURS_PER_DAY, Phase
 from diffusion.cost.prices import Prices
 from diffusion.recipe.schema import Checkpoint, Faults
@@ -45,11 +45,11 @@ def cost_section(
     jobs = {num_gpus: _job(phases, images_per_sec, origins[num_gpus], num_gpus) for num_gpus, images_per_sec in sorted(rates.items())}
     for offer, price in offers.items():
         for num_gpus, job in jobs.items():
-            (outcome,) = compare_plans(job, assumed, prices, [price])
-            if outcome.problem:
-                impossible.append(f'{offer}, {counted(num_gpus, "GPU")}: {outcome.problem}')
+            (row,) = ways_to_pay(job, assumed, prices, [price])
+            if row.quantity is None:
+                impossible.append(f'{offer}, {counted(num_gpus, "GPU")}: {row.formula}')
                 continue
-            wall_days, paid = float(np.median(outcome.wall_hours)) / HOURS_PER_DAY, float(np.median(outcome.dollars))
+            wall_days, paid = float(np.median(row.quantity)) / HOURS_PER_DAY, float(np.median(row.dollars))
             ways.setdefault(offer, []).append(Paid(num_gpus, wall_days, paid, origins[num_gpus] in (PREDICTED, WITH_OUTLIER)))
             rows.append([offer, str(num_gpus), origins[num_gpus], f'{wall_days:,.2f}', f'${paid:,.0f}'])
     if not ways:

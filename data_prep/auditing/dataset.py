@@ -2,26 +2,32 @@
 
 import random
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from data_prep.auditing.bookkeeping import COUNTS, LOST, Books, lost_shards, read_books
 from data_prep.auditing.samples import DAMAGED, NUM_NAMED, SCALES, Audit, Findings, Problem, ShardTask, key_hash, max_tokens
 from data_prep.engines.local import map_parts
 from data_prep.mds.job import JOB_NAME
 from data_prep.mds.oddities import IDENTICAL, ODDITIES, REPEATED, Repeats, warn
 from data_prep.mds.parts import PARTS
 from diffusion.common.files import parse_json_object
-from diffusion.common.storage import Folder, open_folder, scratch_for
+from diffusion.common.storage import Folder, Stat, open_folder, scratch_for
 from diffusion.common.text import counted
-from diffusion.datasets.shards import Shard, read_shard
+from diffusion.contracts.errors import DataError, ManifestError
+from diffusion.contracts.manifest import EMPTY_CAPTIONS, MANIFEST_NAME, Manifest
+from diffusion.datasets.shards import Disagreement, Shard, disagreements, disagreements_of_streams, in_stream, list_shards, read_shard
 
+COUNTS = 'the books do not agree'
+LOST = 'lost shard'
 NUM_SHOWN = 24
 # A VAE's scaling factor is 1 / the standard deviation of its latents, to which noise schedules are made (arXiv 2112.10752, section G). Over all
 # values of large datasets it comes out below 1: 0.91 for Stable Diffusion's VAE on ImageNet and 0.90 for SDXL's on the images of Playground v2.5, by
@@ -31,26 +37,44 @@ LOWEST_STD, HIGHEST_STD = 0.8, 1.25
 MAX_NAMED = 5  # examples of a problem on the terminal; the report has more
 
 
+@dataclass
+class DatasetMetadata:
+    """The statements of a dataset about itself: manifests, index.json, failures.parquet."""
+
+    manifest: Manifest  # of the whole
+    streams: dict[str, Manifest] = field(default_factory=dict)  # the manifest of each; a dataset that is one stream has the name ''
+    shards: list[Shard] = field(default_factory=list)  # of all streams that have an index
+    problems: list[Problem] = field(default_factory=list)  # what does not agree
+
+    def wrong(self, where: str, detail: str) -> None:
+        self.problems.append(Problem(COUNTS, where, detail))
+
+    def add(self, stream: str, found: Sequence[Disagreement]) -> None:
+        for one in found:
+            self.wrong(in_stream(stream, one.where), one.detail)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(shard.num_samples for shard in self.shards)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(shard.num_bytes for shard in self.shards)
+
+
 @dataclass(frozen=True)
 class AuditResult:
-    """The result of an audit; for the terminal and the report.
-
-    Attributes:
-        where: the dataset.
-        books: what it says about itself, all of whose problems are among those of the findings.
-        num_read: shards that were read.
-        remedies: what to do about the problems.
-    """
+    """The result of an audit; for the terminal and the report."""
 
     where: str
-    books: Books
+    metadata: DatasetMetadata  # what it says about itself, all of whose problems are among those of the findings
     findings: Findings
-    num_read: int
-    remedies: list[str]
+    num_read: int  # shards that were read
+    remedies: list[str]  # what to do about the problems
 
     @property
     def problems(self) -> list[tuple[str, list[Problem]]]:
-        """By kind, in the order of the shards."""
+        """Problems by kind, in the order of the shards."""
         found: dict[str, list[Problem]] = {}
         for problem in self.findings.problems:
             found.setdefault(problem.what, []).append(problem)
@@ -58,7 +82,7 @@ class AuditResult:
 
     def definition(self, oddity: str) -> str:
         """How an oddity is counted in this dataset."""
-        return ODDITIES[oddity].definition.format(tokens=max_tokens(next(iter(self.books.streams.values()), self.books.manifest)))
+        return ODDITIES[oddity].definition.format(tokens=max_tokens(next(iter(self.metadata.streams.values()), self.metadata.manifest)))
 
     def examples(self, oddity: str) -> str:
         """Keys of a few samples with an oddity."""
@@ -107,26 +131,26 @@ def audit_dataset(where: str | Path, sample: int | None = None, processes: int =
     """
     folder = open_folder(where)
     files = folder.files()
-    books = read_books(folder, files)
-    lost = dict(lost_shards(folder, files, books.shards))
-    findings, tasks = Findings(problems=books.problems), []
-    for task in plan(books.shards, sample):
+    metadata = read_metadata(folder, files)
+    lost = dict(lost_shards(folder, files, metadata.shards))
+    findings, tasks = Findings(problems=metadata.problems), []
+    for task in plan(metadata.shards, sample):
         if task.number in lost:
             findings.checked += len(task.samples)
             findings.reject(task.shard, LOST, lost.pop(task.number), len(task.samples))
         else:
             tasks.append(task)
-    findings.problems += [Problem(LOST, books.shards[number].path, detail) for number, detail in lost.items()]  # in which no sample was chosen
-    for found in map_parts(Audit(folder, books.streams), tasks, processes, 'audit'):
+    findings.problems += [Problem(LOST, metadata.shards[number].path, detail) for number, detail in lost.items()]  # in which no sample was chosen
+    for found in map_parts(Audit(folder, metadata.streams), tasks, processes, 'audit'):
         findings.add(found)
-    for numbers in _groups(books, findings.hashes).values():
-        note_repeats(folder, books, np.concatenate([findings.hashes[number] for number in numbers]), findings)
-    findings.problems += repeated_keys(folder, books, findings.keys)
-    order = {shard.path: number for number, shard in enumerate(books.shards)}
+    for numbers in _groups(metadata, findings.hashes).values():
+        note_repeats(folder, metadata, np.concatenate([findings.hashes[number] for number in numbers]), findings)
+    findings.problems += repeated_keys(folder, metadata, findings.keys)
+    order = {shard.path: number for number, shard in enumerate(metadata.shards)}
     findings.problems.sort(key=lambda problem: (order.get(problem.where, -1), problem.where))  # workers end in any order
     findings.thumbnails.sort(key=lambda thumbnail: thumbnail.position)
-    to_do = list(remedies(findings.problems, books.shards, folder, files, books.manifest.kind))
-    return AuditResult(str(where), books, findings, len(tasks), to_do)
+    to_do = list(remedies(findings.problems, metadata.shards, folder, files, metadata.manifest.kind))
+    return AuditResult(str(where), metadata, findings, len(tasks), to_do)
 
 
 def plan(shards: Sequence[Shard], sample: int | None) -> Iterator[ShardTask]:
@@ -150,17 +174,17 @@ def spread(items: Sequence[int], number: int) -> Sequence[int]:
 
 
 def _between(numbers: Sequence[int], start: int, end: int) -> list[int]:
-    """Those of the ascending numbers that are in start ... end - 1, counted from start."""
+    """Return the ascending numbers that are in start ... end - 1, counted from start."""
     return [number - start for number in numbers[bisect_left(numbers, start) : bisect_left(numbers, end)]]
 
 
-def note_repeats(folder: Folder, books: Books, hashes: np.ndarray, findings: Findings) -> None:
+def note_repeats(folder: Folder, metadata: DatasetMetadata, hashes: np.ndarray, findings: Findings) -> None:
     """Add the repeats among samples to the findings, with keys of those that are there most often.
 
     Args:
         hashes: (samples, 3) position, and `content_hashes`, in ascending order.
     """
-    ends = list(accumulate(shard.num_samples for shard in books.shards))
+    ends = list(accumulate(shard.num_samples for shard in metadata.shards))
     for column, oddity in ((1, IDENTICAL), (2, REPEATED)):
         seen = Repeats()
         seen.add(hashes[:, column], hashes[:, 0])
@@ -170,16 +194,16 @@ def note_repeats(folder: Folder, books: Books, hashes: np.ndarray, findings: Fin
             found = []
             for position in positions:
                 number = bisect_right(ends, position)
-                shard = books.shards[number]
+                shard = metadata.shards[number]
                 with scratch_for() as scratch:
                     rows = read_shard(folder, shard, scratch)
                     found.append(next(islice(rows, position - ends[number] + shard.num_samples, None))['key'])
             findings.odd_keys.setdefault(oddity, []).append((positions[0], ' and '.join(found)))
 
 
-def repeated_keys(folder: Folder, books: Books, keys: Mapping[int, np.ndarray]) -> Iterator[Problem]:
+def repeated_keys(folder: Folder, metadata: DatasetMetadata, keys: Mapping[int, np.ndarray]) -> Iterator[Problem]:
     """Keys that are there more than once."""
-    for numbers in _groups(books, keys).values():
+    for numbers in _groups(metadata, keys).values():
         hashes = np.concatenate([keys[number] for number in numbers])
         ordered = np.sort(hashes)
         repeats = ordered[1:][ordered[1:] == ordered[:-1]]
@@ -187,34 +211,36 @@ def repeated_keys(folder: Folder, books: Books, keys: Mapping[int, np.ndarray]) 
             continue
         ends = np.cumsum([len(keys[number]) for number in numbers])
         first, second = np.searchsorted(ends, np.flatnonzero(hashes == repeats[0])[:2], side='right')
-        one, other = books.shards[numbers[first]], books.shards[numbers[second]]
-        detail = f'key {_key_with(folder, other, repeats[0])!r} is in {one.path} already'
+        one, other = metadata.shards[numbers[first]], metadata.shards[numbers[second]]
+        with scratch_for() as scratch:
+            key = next(row['key'] for row in read_shard(folder, other, scratch) if key_hash(row) == repeats[0].tobytes())
+        detail = f'key {key!r} is in {one.path} already'
         yield Problem('repeated key', other.path, detail, len(repeats))
 
 
-def _groups(books: Books, read: Iterable[int]) -> dict[str, list[int]]:
+def _groups(metadata: DatasetMetadata, read: Iterable[int]) -> dict[str, list[int]]:
     """Numbers of the shards in which samples are compared with one another: the same image has one latent in each stream."""
     groups: dict[str, list[int]] = {}
-    numbers_of = {books.shards[number].path: number for number in sorted(read, reverse=True)}  # one that is listed twice counts once
+    numbers_of = {metadata.shards[number].path: number for number in sorted(read, reverse=True)}  # one that is listed twice counts once
     for number in sorted(numbers_of.values()):
-        groups.setdefault(books.shards[number].stream if books.manifest.kind == 'latents' else '', []).append(number)
+        groups.setdefault(metadata.shards[number].stream if metadata.manifest.kind == 'latents' else '', []).append(number)
     return groups
-
-
-def _key_with(folder: Folder, shard: Shard, digest: np.uint64) -> str:
-    with scratch_for() as scratch:
-        return next(row['key'] for row in read_shard(folder, shard, scratch) if key_hash(row) == digest.tobytes())
 
 
 def remedies(problems: Sequence[Problem], shards: Sequence[Shard], folder: Folder, files: Mapping[str, Any], kind: str) -> Iterator[str]:
     """A line for each kind of thing to do, and the files to delete for it; they follow from what `Dataset` does when its command is run again."""
     kinds = {problem.what for problem in problems}
     whole = f'copy {folder.url} again from where it came, or make it again from its source in a new DEST'
-    command = _command(folder, files)
+    command = None  # `convert` or `encode`, where the dataset still has what these need to resume
+    if JOB_NAME in files:
+        with suppress(ValueError, KeyError):
+            command = parse_json_object(folder.read(JOB_NAME))['command']
     if kinds & {LOST, DAMAGED, COUNTS} and command is None:
         yield f'{whole}: it has no {JOB_NAME}, so no command can repair it in place.'
     elif kinds & {LOST, DAMAGED, COUNTS}:
-        markers = _markers([problem.where for problem in problems if problem.what == DAMAGED], shards)
+        basenames = {shard.path: shard.basename for shard in shards}
+        damaged = [basenames[problem.where] for problem in problems if problem.what == DAMAGED]
+        markers = sorted({f'{PARTS}/{PurePosixPath(basename).parent}.json' for basename in damaged})
         if markers:
             yield (
                 f'delete the markers of the damaged parts: {" ".join(f"{folder.url}/{name}" for name in markers)} '
@@ -230,27 +256,93 @@ def remedies(problems: Sequence[Problem], shards: Sequence[Shard], folder: Folde
         )
 
 
-def _command(folder: Folder, files: Mapping[str, Any]) -> str | None:
-    """`convert` or `encode`, where the dataset still has what these need to resume."""
-    if JOB_NAME in files:
-        with suppress(ValueError, KeyError):
-            return parse_json_object(folder.read(JOB_NAME))['command']
-    return None
+def read_metadata(folder: Folder, files: Mapping[str, Stat]) -> DatasetMetadata:
+    """Read and compare them; no shard is read.
+
+    Args:
+        files: that are in the folder.
+
+    Raises:
+        ManifestError: there is no manifest of the whole.
+        StorageError: something could not be read.
+    """
+    metadata = DatasetMetadata(Manifest.read(folder.url))
+    for stream in metadata.manifest.streams or ['']:
+        try:
+            manifest = Manifest.read(f'{folder.url}/{stream}') if stream else metadata.manifest
+            shards = list_shards(folder, [stream])
+            metadata.streams[stream] = manifest
+            metadata.shards += shards
+            here = open_folder(f'{folder.url}/{stream}') if stream else folder
+            metadata.add(stream, disagreements(manifest, [shard.entry for shard in shards], here))
+            if manifest.kind == 'latents':
+                _check_latents(folder, stream, manifest, metadata)
+        except (DataError, ManifestError) as error:
+            metadata.wrong(in_stream(stream, 'index.json'), str(error))
+    if metadata.manifest.streams:
+        metadata.add('', disagreements_of_streams(metadata.manifest, metadata.num_samples))
+    _check_failures(folder, files, metadata)
+    return metadata
 
 
-def _markers(paths: Sequence[str], shards: Sequence[Shard]) -> list[str]:
-    """The markers of the parts that these shards belong to."""
-    basenames = {shard.path: shard.basename for shard in shards}
-    return sorted({f'{PARTS}/{PurePosixPath(basenames[path]).parent}.json' for path in paths})
+def _check_latents(folder: Folder, stream: str, manifest: Manifest, metadata: DatasetMetadata) -> None:
+    where, encoding = in_stream(stream, MANIFEST_NAME), manifest.columns['moments']['encoding'] if 'moments' in manifest.columns else ''
+    width_px, height_px = manifest.encoded_px or (0, 0)
+    width, height = (side // manifest.encoder.get('downsampling', 1) for side in (width_px, height_px))
+    if not encoding.endswith(f',{height},{width}'):
+        metadata.wrong(where, f'moments are {encoding or "not there"}, resolution {width_px} x {height_px} makes them {width} x {height}')
+    for column in EMPTY_CAPTIONS.keys() & manifest.columns.keys():
+        name = in_stream(stream, EMPTY_CAPTIONS[column])
+        try:
+            with scratch_for() as scratch:
+                empty = np.load(folder.fetch(name, scratch))
+        except FileNotFoundError:
+            metadata.wrong(name, f'no such file; {column} need that of the empty caption')
+        except ValueError as error:
+            metadata.wrong(name, f'is not a NumPy array: {error}')
+        else:
+            shape = ','.join(map(str, empty.shape))
+            if not manifest.columns[column]['encoding'].endswith(f':{shape}') or not np.isfinite(empty).all():
+                metadata.wrong(name, f'is not finite, or its shape {shape} is not that of {column}')
+
+
+def _check_failures(folder: Folder, files: Mapping[str, Stat], metadata: DatasetMetadata) -> None:
+    """failures.parquet names every row that was dropped; read in pieces, since crawls lose rows by the million."""
+    name, dropped = 'failures.parquet', Counter(metadata.manifest.dropped)
+    if name not in files:
+        if dropped.total():
+            metadata.wrong(name, f'no such file; the manifest counts {counted(dropped.total(), "row")} as dropped')
+        return
+    found: Counter[str] = Counter()
+    try:
+        with scratch_for() as scratch, pq.ParquetFile(folder.fetch(name, scratch)) as table:
+            for batch in table.iter_batches(columns=['reason']):
+                found.update({entry['values']: entry['counts'] for entry in batch.column(0).value_counts().to_pylist()})
+    except (pa.ArrowException, OSError, KeyError, IndexError) as error:
+        metadata.wrong(name, f'cannot be read: {error}')
+        return
+    for reason in sorted(found.keys() | dropped.keys(), key=str):
+        if found[reason] != dropped[reason]:
+            metadata.wrong(name, f'has {counted(found[reason], "row")} with reason {reason!r}, the manifest counts {dropped[reason]}')
+
+
+def lost_shards(folder: Folder, files: Mapping[str, Stat], shards: Sequence[Shard]) -> Iterator[tuple[int, str]]:
+    """Number of each shard that is missing or has another size than index.json says, and which of the two."""
+    for number, shard in enumerate(shards):
+        stat = files.get(shard.path)
+        if stat is None:
+            yield number, f'{folder.url}/{shard.path}: no such file, but index.json names it'
+        elif stat.num_bytes != shard.num_bytes:
+            yield number, f'{folder.url}/{shard.path}: has {stat.num_bytes:,} bytes, index.json says {shard.num_bytes:,}'
 
 
 def summary(found: AuditResult, seconds: float) -> str:
     """Describe what was found in a few lines."""
-    books, findings = found.books, found.findings
-    streams = f' of {counted(len(books.streams), "stream")}' if books.manifest.streams else ''
+    metadata, findings = found.metadata, found.findings
+    streams = f' of {counted(len(metadata.streams), "stream")}' if metadata.manifest.streams else ''
     share = 100 / max(1, findings.checked)
     lines = [
-        ('samples', books.num_samples, f'in {counted(len(books.shards), "shard")}{streams}, {books.num_bytes / 1e6:,.1f} MB'),
+        ('samples', metadata.num_samples, f'in {counted(len(metadata.shards), "shard")}{streams}, {metadata.num_bytes / 1e6:,.1f} MB'),
         (
             'checked',
             findings.checked,
@@ -263,7 +355,7 @@ def summary(found: AuditResult, seconds: float) -> str:
     width = max(len(label) for label, *_ in lines)
     table = [f'  {label:<{width}}  {count:>13,}  {note}'.rstrip() for label, count, note in lines]
     table += [f'  warning: {warning}' for warning in found.warnings]
-    verdict = 'is NOT sound' if findings.problems else 'is sound' if findings.checked == books.num_samples else 'is sound as far as was looked'
+    verdict = 'is NOT sound' if findings.problems else 'is sound' if findings.checked == metadata.num_samples else 'is sound as far as was looked'
     warned = f', with {counted(len(found.warnings), "warning")}' if found.warnings else ''
     return '\n'.join([f'{found.where}: {verdict}{warned}', *table])
 

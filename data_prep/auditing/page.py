@@ -4,7 +4,7 @@ All texts come from the web or from files that anyone can have written: the temp
 """
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +24,8 @@ MAX_BARS = 40
 def write_report(found: AuditResult, path: Path) -> None:
     """Write the page, whole or not at all."""
     name = found.where.rstrip('/').rpartition('/')[2] or found.where
-    manifest = found.books.manifest
-    texts = {'manifest.json': manifest} | {f'{stream}/manifest.json': own for stream, own in found.books.streams.items() if stream}
+    metadata, manifest, findings = found.metadata, found.metadata.manifest, found.findings
+    texts = {'manifest.json': manifest} | {f'{stream}/manifest.json': own for stream, own in metadata.streams.items() if stream}
     write_page(
         path,
         'dataset.html',
@@ -40,37 +40,32 @@ def write_report(found: AuditResult, path: Path) -> None:
         problems=[
             (what, [described(problem) for problem in problems[:MAX_LISTED]], max(0, len(problems) - MAX_LISTED)) for what, problems in found.problems
         ],
-        numbers=_numbers(found),
+        numbers=[
+            ('samples', f'{metadata.num_samples:,}'),
+            ('attempted', f'{manifest.attempted:,}'),
+            ('on disk', _size(metadata.num_bytes)),
+            ('shards', f'{len(metadata.shards):,}'),
+            ('streams', f'{max(1, len(manifest.streams)):,}'),
+            ('checked', f'{findings.checked:,}'),
+            ('sound', f'{100 * findings.sound / max(1, findings.checked):.4g} %'),
+        ],
         oddities=[
             (
                 oddity,
                 f'{count:,}',
-                f'{100 * count / max(1, found.findings.sound):.1f}\N{NO-BREAK SPACE}%',
+                f'{100 * count / max(1, findings.sound):.1f}\N{NO-BREAK SPACE}%',
                 found.examples(oddity),
                 found.definition(oddity),
             )
-            for oddity, count in found.findings.odd.most_common()
+            for oddity, count in findings.odd.most_common()
             if count
         ],
-        thumbnails=[(data_uri(one.content, one.media_type), _shortened(one.caption), one.label) for one in found.findings.thumbnails],
-        histograms=[_histogram(found.findings.histograms[name], scale) for name, scale in SCALES.items() if name in found.findings.histograms],
-        fates=_fates(manifest),
+        thumbnails=[(data_uri(one.content, one.media_type), _shortened(one.caption), one.label) for one in findings.thumbnails],
+        histograms=[_histogram(findings.histograms[name], scale) for name, scale in SCALES.items() if name in findings.histograms],
+        fates=[(label, count, 100 * count / max(1, manifest.attempted), kind) for label, count, kind in _fates(manifest)],
         streams=_streams(found),
         manifests=[(name, own.to_json()) for name, own in texts.items()],
     )
-
-
-def _numbers(found: AuditResult) -> list[tuple[str, str]]:
-    books, manifest, findings = found.books, found.books.manifest, found.findings
-    return [
-        ('samples', f'{books.num_samples:,}'),
-        ('attempted', f'{manifest.attempted:,}'),
-        ('on disk', _size(books.num_bytes)),
-        ('shards', f'{len(books.shards):,}'),
-        ('streams', f'{max(1, len(manifest.streams)):,}'),
-        ('checked', f'{findings.checked:,}'),
-        ('sound', f'{100 * findings.sound / max(1, findings.checked):.4g} %'),
-    ]
 
 
 def _shortened(caption: str) -> str:
@@ -124,26 +119,23 @@ def _histogram(counts: np.ndarray, scale: Scale) -> tuple[Markup, str]:
     return drawn, spread
 
 
-def _fates(manifest: Manifest) -> list[tuple[str, int, float, str]]:
-    """(label, count, % of the attempted, CSS class) of what became of the rows of the source."""
-    rows = [('kept', manifest.num_samples, 'kept'), *((f'dropped: {reason}', count, 'dropped') for reason, count in _largest_first(manifest.dropped))]
-    rows += [(f'of those kept, {note}', count, 'note') for note, count in _largest_first(manifest.notes)]
-    return [(label, count, 100 * count / max(1, manifest.attempted), kind) for label, count, kind in rows]
-
-
-def _largest_first(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda item: -item[1])
+def _fates(manifest: Manifest) -> Iterator[tuple[str, int, str]]:
+    """Yield (label, count, CSS class) of what became of the rows of the source."""
+    yield 'kept', manifest.num_samples, 'kept'
+    for counts, label, kind in ((manifest.dropped, 'dropped: ', 'dropped'), (manifest.notes, 'of those kept, ', 'note')):
+        for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
+            yield f'{label}{reason}', count, kind
 
 
 def _streams(found: AuditResult) -> list[tuple[str, ...]]:
     """Rows of the table of streams; none where the dataset is one."""
-    books, rows = found.books, list[tuple[str, ...]]()
-    if not books.manifest.streams:
+    metadata, rows = found.metadata, list[tuple[str, ...]]()
+    if not metadata.manifest.streams:
         return []
-    for name, manifest in books.streams.items():
-        shards = [shard for shard in books.shards if shard.stream == name]
+    for name, manifest in metadata.streams.items():
+        shards = [shard for shard in metadata.shards if shard.stream == name]
         num_bytes = sum(shard.num_bytes for shard in shards)
-        share = 100 * manifest.num_samples / max(1, books.manifest.num_samples)
+        share = 100 * manifest.num_samples / max(1, metadata.manifest.num_samples)
         rows.append((name, _bucket(manifest), f'{manifest.num_samples:,}', f'{share:.1f} %', f'{len(shards):,}', _size(num_bytes)))
     return rows
 
@@ -161,7 +153,7 @@ def _bucket(manifest: Manifest) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    """As people read it: 9.0 MB."""
+    """Format a size for people: 9.0 MB."""
     value, units = float(num_bytes), ['bytes', 'kB', 'MB', 'GB', 'TB', 'PB']
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]

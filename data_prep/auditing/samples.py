@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -19,33 +19,22 @@ from data_prep.engines.local import count_row
 from data_prep.mds.oddities import BLANK, CLIP_TOKENS, LONG, content_hashes, is_blank, least_tokens
 from diffusion.common.storage import Folder, StorageError, scratch_for
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest
-from diffusion.datasets.captions import captions_of
 from diffusion.datasets.decode import ImageError, canonical
-from diffusion.datasets.index import other_columns
-from diffusion.datasets.shards import DamagedShard, Shard, read_shard
+from diffusion.datasets.shards import DamagedShard, Shard, captions_of, other_columns, read_shard
 
 THUMBNAIL_PX = 160
 NUM_NAMED = 3  # keys of samples with an oddity
 DAMAGED = 'damaged shard'
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Bins of a histogram, the same in all processes, and how it is shown.
-
-    What lies beyond the bins is counted in the outermost ones.
-
-    Attributes:
-        title: what is counted.
-        span: of values that is shown at least, so that one bar does not fill the image.
-        text: of a value.
-    """
+class Scale(NamedTuple):
+    """Bins of a histogram, the same in all processes, and how it is shown. What lies beyond the bins is counted in the outermost ones."""
 
     start: float
     step: float
     num_bins: int
     title: str
-    span: float
+    span: float  # of values that is shown at least, so that one bar does not fill the image
     text: Callable[[float], str] = '{:,.0f}'.format
 
     def bin_of(self, value: float) -> int:
@@ -70,21 +59,15 @@ SCALES = {
 }
 
 
-class Unsound(ValueError):
-    """A sample is not what the manifest promises.
-
-    Attributes:
-        what: the same for all such samples.
-        detail: of this one.
-    """
+class InvalidSample(ValueError):
+    """A sample is not what the manifest promises: `what` is the same for all such samples, `detail` is of this one."""
 
     def __init__(self, what: str, detail: str = ''):
         super().__init__(what, detail)
         self.what, self.detail = what, detail
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Something wrong with a file of the dataset, or with some samples of a shard; `detail` describes one of those."""
 
     what: str
@@ -93,8 +76,7 @@ class Problem:
     num_samples: int = 0
 
 
-@dataclass(frozen=True)
-class Thumbnail:
+class Thumbnail(NamedTuple):
     """An image for the report: a sample, small."""
 
     position: int
@@ -106,27 +88,17 @@ class Thumbnail:
 
 @dataclass
 class Findings:
-    """Results for some samples; those of shards add up to those of the dataset.
+    """Results for some samples; those of shards add up to those of the dataset."""
 
-    Attributes:
-        checked: samples looked at; the unsound ones and those of damaged shards are among them.
-        unsound: samples with a problem, by the first that was found.
-        histograms: by the name of the scale; of sound samples.
-        keys: 8 bytes of the hash of each key, by number of the shard.
-        hashes: (samples, 3) position and `content_hashes` of sound samples, by number of the shard.
-        odd: sound samples with an oddity.
-        odd_keys: position and key of the first of them.
-    """
-
-    checked: int = 0
-    unsound: Counter[str] = field(default_factory=Counter)
+    checked: int = 0  # samples looked at; the unsound ones and those of damaged shards are among them
+    unsound: Counter[str] = field(default_factory=Counter)  # samples with a problem, by the first that was found
     problems: list[Problem] = field(default_factory=list)
-    histograms: dict[str, np.ndarray] = field(default_factory=dict)
+    histograms: dict[str, np.ndarray] = field(default_factory=dict)  # by the name of the scale; of sound samples
     thumbnails: list[Thumbnail] = field(default_factory=list)
-    keys: dict[int, np.ndarray] = field(default_factory=dict)
-    hashes: dict[int, np.ndarray] = field(default_factory=dict)
-    odd: Counter[str] = field(default_factory=Counter)
-    odd_keys: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+    keys: dict[int, np.ndarray] = field(default_factory=dict)  # 8 bytes of the hash of each key, by number of the shard
+    hashes: dict[int, np.ndarray] = field(default_factory=dict)  # (samples, 3) position and `content_hashes` of sound samples, by number of the shard
+    odd: Counter[str] = field(default_factory=Counter)  # sound samples with an oddity
+    odd_keys: dict[str, list[tuple[int, str]]] = field(default_factory=dict)  # position and key of the first of them
 
     @property
     def sound(self) -> int:
@@ -159,31 +131,22 @@ class Findings:
         self.problems.append(Problem(what, shard.path, detail, num_samples))
 
 
-@dataclass(frozen=True)
-class ShardTask:
-    """A shard to look at.
+class ShardTask(NamedTuple):
+    """A shard to look at."""
 
-    Attributes:
-        number: of the shard in the dataset.
-        position: of its first sample in the dataset.
-        samples: which of its samples to check.
-        shown: which of those to show in the report.
-    """
-
-    number: int
+    number: int  # in the dataset
     shard: Shard
-    position: int
-    samples: range | frozenset[int]
-    shown: frozenset[int]
+    position: int  # of its first sample in the dataset
+    samples: range | frozenset[int]  # which of them to check
+    shown: frozenset[int]  # which of those to show in the report
 
 
 @dataclass(frozen=True)
 class Audit:
-    """Checks shards; goes to the worker processes."""
+    """Checks shards, by the manifest of each stream; goes to the worker processes."""
 
     folder: Folder
     manifests: Mapping[str, Manifest]
-    """Of each stream."""
 
     def __call__(self, task: ShardTask) -> Findings:
         findings, shard = Findings(), task.shard
@@ -198,13 +161,13 @@ class Audit:
                     keys.append(key_hash(row))
                     try:
                         hashes.append((task.position + i).to_bytes(8, sys.byteorder) + self._look(row, task, i, findings))
-                    except Unsound as error:
+                    except InvalidSample as error:
                         unsound.setdefault(error.what, []).append(f'sample {i}, key {row.get("key")!r}' + f': {error.detail}' * bool(error.detail))
                     findings.checked += 1
                     count_row()
         except DamagedShard as error:
             findings.reject(shard, DAMAGED, str(error), len(task.samples))
-        except Unsound as error:
+        except InvalidSample as error:
             findings.reject(shard, error.what, error.detail, len(task.samples))
         except StorageError:
             raise
@@ -232,8 +195,10 @@ class Audit:
         if any(least_tokens(caption) > max_tokens(manifest) for caption, _ in captions):
             findings.note(LONG, task.position + i, row['key'])
         if i in task.shown:
-            content, media_type = _small(image, 'JPEG' if manifest.kind == 'images' else 'PNG')
-            findings.thumbnails.append(Thumbnail(task.position + i, content, media_type, caption, label))
+            small, content, form = image.convert('RGB'), io.BytesIO(), 'jpeg' if manifest.kind == 'images' else 'png'
+            small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
+            small.save(content, form, quality=85)
+            findings.thumbnails.append(Thumbnail(task.position + i, content.getvalue(), f'image/{form}', caption, label))
         return content_hashes(row['image'] if manifest.kind == 'images' else row['moments'].tobytes(), captions)
 
 
@@ -252,34 +217,34 @@ def check_columns(shard: Shard, manifest: Manifest) -> None:
     """Before anything is read.
 
     Raises:
-        Unsound: the shard has other columns than the manifest, or some that would run code.
+        InvalidSample: the shard has other columns than the manifest, or some that would run code.
     """
     from streaming.base.format.mds.encodings import is_mds_encoding_safe  # imports torch
 
     difference = other_columns(manifest, shard.entry)
     if difference:
-        raise Unsound('columns are not those of the manifest', difference)
+        raise InvalidSample('columns are not those of the manifest', difference)
     for name, column in manifest.columns.items():
         if not is_mds_encoding_safe(column['encoding']):
-            raise Unsound('reading it could run code', f'column {name} is {column["encoding"]}; do not use data from this source')
+            raise InvalidSample('reading it could run code', f'column {name} is {column["encoding"]}; do not use data from this source')
 
 
 def check_captions(row: dict[str, Any]) -> list[tuple[str, float]]:
     """The captions and their weights, if all are there and can be drawn from.
 
     Raises:
-        Unsound: they are not.
+        InvalidSample: they are not.
     """
     try:
         captions = captions_of(row)
         total = sum(weight for _, weight in captions)
         empty = [i for i, (caption, _) in enumerate(captions) if not caption.strip()]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Unsound('captions are not [[caption, weight], ...]', repr(error)) from error
+        raise InvalidSample('captions are not [[caption, weight], ...]', repr(error)) from error
     if empty or not captions:
-        raise Unsound('empty caption', f'number {empty[0] + 1} of {len(captions)}' if len(captions) > 1 else '')
+        raise InvalidSample('empty caption', f'number {empty[0] + 1} of {len(captions)}' if len(captions) > 1 else '')
     if not abs(total - 1) < 1e-6:
-        raise Unsound('weights of the captions do not add up to 1', f'they add up to {total}')
+        raise InvalidSample('weights of the captions do not add up to 1', f'they add up to {total}')
     return captions
 
 
@@ -287,50 +252,48 @@ def look_at_image(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, fl
     """Return what is measured in a sample of kind `images`, its image, and a label for it.
 
     Raises:
-        Unsound: it cannot be decoded, or contradicts a column or the manifest.
+        InvalidSample: it cannot be decoded, or contradicts a column or the manifest.
     """
     try:
         decoded = canonical(row['image'])
     except ImageError as error:
-        raise Unsound('image cannot be decoded', str(error)) from error
+        raise InvalidSample('image cannot be decoded', str(error)) from error
     width, height = decoded.image.size
     if decoded.reencoded:
-        raise Unsound('image is not plain upright RGB or grey', decoded.reencoded)
+        raise InvalidSample('image is not plain upright RGB or grey', decoded.reencoded)
     if (row.get('width', width), row.get('height', height)) != (width, height):
-        raise Unsound('width or height is not that of the image', f'the columns say {row["width"]} x {row["height"]}, it has {width} x {height}')
+        raise InvalidSample(
+            'width or height is not that of the image', f'the columns say {row["width"]} x {row["height"]}, it has {width} x {height}'
+        )
     if row.get('reencoded') == '' and 'sha256' in row:
         found = hashlib.sha256(row['image']).hexdigest()
         if found != row['sha256']:
-            raise Unsound('sha256 is not that of the image', f'the column says {row["sha256"]}, the bytes have {found}')
+            raise InvalidSample('sha256 is not that of the image', f'the column says {row["sha256"]}, the bytes have {found}')
     if manifest.min_side_px is not None and min(width, height) < manifest.min_side_px:
-        raise Unsound("image is smaller than the manifest's min_side_px", f'{width} x {height}, the least is {manifest.min_side_px} px')
-    if not _fits(manifest.bucket, width, height):
-        raise Unsound('image is not of its bucket', f'{width} x {height} in {manifest.bucket}')
-    return {'width': width, 'height': height, 'aspect': math.log2(width / height)}, decoded.image, f'{width} × {height}'
-
-
-def _fits(bucket: Mapping[str, Any], width: int, height: int) -> bool:
-    side, below = min(width, height), bucket.get('below_px')
+        raise InvalidSample("image is smaller than the manifest's min_side_px", f'{width} x {height}, the least is {manifest.min_side_px} px')
+    bucket, side, below = manifest.bucket, min(width, height), manifest.bucket.get('below_px')
     large_enough = side >= bucket.get('min_side_px', 0) and width >= bucket.get('width_px', 0) and height >= bucket.get('height_px', 0)
-    return large_enough and (below is None or side < below)
+    if not large_enough or (below is not None and side >= below):
+        raise InvalidSample('image is not of its bucket', f'{width} x {height} in {bucket}')
+    return {'width': width, 'height': height, 'aspect': math.log2(width / height)}, decoded.image, f'{width} × {height}'
 
 
 def look_at_latents(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, float], Image.Image, str]:
     """The same of a sample of kind `latents`.
 
     Raises:
-        Unsound: an array is not of the shape in the manifest, or not finite.
+        InvalidSample: an array is not of the shape in the manifest, or not finite.
     """
     for name in ('moments', *(column for column in EMPTY_CAPTIONS if column in manifest.columns)):
         array, promised = row[name], manifest.columns[name]['encoding']
         found = f'ndarray:{array.dtype}:{",".join(map(str, array.shape))}'
         if found != promised:
-            raise Unsound(f'{name} are not of the shape in the manifest', f'{found}, the manifest says {promised}')
+            raise InvalidSample(f'{name} are not of the shape in the manifest', f'{found}, the manifest says {promised}')
         if not np.isfinite(array).all():
-            raise Unsound(f'{name} are not finite', f'{np.count_nonzero(~np.isfinite(array))} of {array.size} values')
+            raise InvalidSample(f'{name} are not finite', f'{np.count_nonzero(~np.isfinite(array))} of {array.size} values')
     geometry = {name: row[name].tolist() for name in ('size', 'crop') if name in row}
     if min(geometry.get('size', [1])) < 1 or min(geometry.get('crop', [0])) < 0:
-        raise Unsound('size or crop is not that of an image', str(geometry))
+        raise InvalidSample('size or crop is not that of an image', str(geometry))
     mean = row['moments'][: len(row['moments']) // 2].astype(np.float32)
     scaled = (mean - manifest.encoder.get('shift_factor', 0)) * manifest.encoder.get('scaling_factor', 1)  # as training sees it
     return {'mean': float(scaled.mean()), 'std': float(scaled.std())}, false_colours(mean), ' × '.join(map(str, manifest.encoded_px or ())) + ' px'
@@ -342,10 +305,3 @@ def false_colours(latent: np.ndarray) -> Image.Image:
     low, high = np.percentile(channels, [2, 98], axis=(1, 2), keepdims=True)
     stretched = np.clip((channels - low) / np.maximum(high - low, 1e-6), 0, 1)
     return Image.fromarray((255 * stretched).astype(np.uint8).transpose(1, 2, 0))
-
-
-def _small(image: Image.Image, format: str) -> tuple[bytes, str]:
-    small, content = image.convert('RGB'), io.BytesIO()
-    small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
-    small.save(content, format, quality=85)
-    return content.getvalue(), f'image/{format.lower()}'

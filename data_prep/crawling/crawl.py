@@ -11,13 +11,14 @@ the other two files are, so a shard of which only some files got through is noti
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -36,19 +37,95 @@ from data_prep.crawling.crawled_shard import (
     write_rows,
 )
 from data_prep.crawling.fetch import PRIVATE, Fetching
-from data_prep.crawling.url_list import UrlList
 from data_prep.engines.local import WORKER_KILLED, WorkerKilled, in_processes, progress_bar
 from data_prep.mds.job import Job, Share
 from data_prep.mds.parts import FAILURES_SCHEMA
 from data_prep.mds.tally import Tally
+from data_prep.sources.base import readable
 from data_prep.sources.img2dataset import DONE_NAME, LISTS_NAME, RECORD_NAME
+from data_prep.sources.parquet import each_once
 from diffusion.common.files import parse_json_object, try_lock
 from diffusion.common.storage import NUM_REQUESTS, Folder, LocalFolder, Stat, open_folder, scratch_for, write
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError, IncompleteError
 
+URL_COLUMNS = ('url',)
+CAPTION_COLUMNS = ('text', 'caption')
+# Shards have columns of their own by these names.
+RESERVED = {
+    *('key', 'url', 'caption', 'status', 'error_message', 'width', 'height', 'original_width', 'original_height', 'exif'),
+    *('md5', 'sha256', 'sha512'),
+}
 ATTEMPTS = 2  # at a shard before the command gives up
 STATS = SUFFIXES[-1]
+# What to say of rows that failed: the first line that applies to their reason.
+ADVICE: tuple[tuple[Callable[[str], object], str], ...] = (
+    (may_pass, 'may succeed another time (servers and networks that failed): run again with --retry-failed'),
+    (
+        f'{FAILED}{PRIVATE}'.__eq__,
+        'refused, since the address is not of the public internet; if these are your own servers, run again with --allow-network NETWORK, such as '
+        '10.0.0.0/8',
+    ),
+    (too_large, 'refused for the size; run again with a larger --max-mb to have them'),
+    (lambda reason: reason.startswith(FAILED), 'failed for good (HTTP 404, opted out ...) and will not be asked for again'),
+)
+
+
+@dataclass
+class UrlList:
+    """A list of images to download, as LAION and img2dataset publish them: a parquet file with a URL and a caption a row."""
+
+    path: Path
+    where: str  # what messages call it
+    num_rows: int
+    names: dict[str, str]  # what is read of it: name in the shards by column of the list
+    schema: pa.Schema  # of the rows as they are in the shards
+    remarks: list[str] = field(default_factory=list)  # what became of columns that cannot stay as they are
+
+    @classmethod
+    def open(cls, path: Path, where: str, url_column: str | None = None, caption_column: str | None = None) -> Self:
+        """Read which columns the list has.
+
+        Raises:
+            DataError: it cannot be read, is empty, or it is not clear which columns have the URL and the caption.
+        """
+        with readable(where), pq.ParquetFile(path) as file:
+            schema, num_rows = file.schema_arrow, file.metadata.num_rows
+            each_once(schema.names)
+        if not num_rows:
+            raise DataError(f'{where}: has no rows')
+        url = _choose(where, schema.names, url_column, URL_COLUMNS, '--url-column')
+        caption = _choose(where, schema.names, caption_column, CAPTION_COLUMNS, '--caption-column')
+        types, names, remarks = [pa.string(), pa.string()], {url: 'url', caption: 'caption'}, []
+        for column in schema:
+            if column.name in names:
+                continue
+            kept_as = _storable(column.type)
+            if kept_as is None:
+                remarks.append(f'column {column.name} is left out: JSON cannot hold {column.type}')
+                continue
+            name = column.name
+            while name in RESERVED or name in names.values():
+                name = f'source_{name}'
+            if name != column.name:
+                remarks.append(f'column {column.name} is kept as {name}: a shard has a column of its own by that name')
+            types.append(kept_as)
+            names[column.name] = name
+        return cls(path, where, num_rows, names, pa.schema(zip(names.values(), types, strict=True)), remarks)
+
+    def shards(self, rows_per_shard: int, wanted: Collection[int]) -> Iterator[tuple[int, pa.Table]]:
+        """(number, rows) of the wanted pieces of `rows_per_shard` rows, the last one shorter, with the columns' names in the shards."""
+        rest, number = self.schema.empty_table(), 0
+        with readable(self.where), pq.ParquetFile(self.path) as file:
+            for batch in file.iter_batches(batch_size=min(rows_per_shard, 10_000), columns=list(self.names)):
+                columns = [_as(batch.column(name), kind) for name, kind in zip(self.names, self.schema.types, strict=True)]
+                rest = pa.concat_tables([rest, pa.Table.from_arrays(columns, schema=self.schema)])
+                while rest.num_rows >= rows_per_shard:
+                    if number in wanted:
+                        yield number, rest.slice(0, rows_per_shard)
+                    rest, number = rest.slice(rows_per_shard), number + 1
+        if rest.num_rows and number in wanted:
+            yield number, rest
 
 
 def download(
@@ -115,25 +192,15 @@ def find_lists(urls: str) -> tuple[Folder, list[str], bool]:
 
 @dataclass
 class Crawl:
-    """Downloads one list.
-
-    Args:
-        urls: the list.
-        dest: where the shards go.
-        work: an empty local folder, on DEST's disk if that is local.
-        rows_per_shard: rows of the list in a shard.
-        processes: workers.
-        fetching: how images are asked for.
-        retry_failed: whether to ask again for what may succeed another time.
-    """
+    """Downloads one list."""
 
     urls: UrlList
     dest: Folder
-    work: Path
-    rows_per_shard: int
+    work: Path  # an empty local folder, on DEST's disk if that is local
+    rows_per_shard: int  # rows of the list in a shard
     processes: int
     fetching: Fetching
-    retry_failed: bool
+    retry_failed: bool  # whether to ask again for what may succeed another time
 
     def run(self) -> Tally:
         """Download what is not there yet; returns what became of all rows.
@@ -145,7 +212,10 @@ class Crawl:
         self.problems: list[str] = []
         self.num_tried = 0
         with _alone(self.dest):
-            Job(self.dest, self._settings(), RECORD_NAME).begin()
+            with self.urls.path.open('rb') as file:
+                digest = hashlib.file_digest(file, 'sha256').hexdigest()
+            settings = {'command': 'download', 'list sha256': digest, 'rows per shard': self.rows_per_shard, 'columns': self.urls.names}
+            Job(self.dest, settings, RECORD_NAME).begin()
             self.shards, torn = self._find_shards()
             done = sum(stats['count'] for stats in self.shards.values())
             with progress_bar(desc=self.urls.path.stem, unit='rows', total=self.urls.num_rows, initial=done) as self.progress:
@@ -204,13 +274,8 @@ class Crawl:
         except WorkerKilled:
             self.problems.append(WORKER_KILLED)
 
-    def _settings(self) -> dict[str, Any]:
-        with self.urls.path.open('rb') as file:
-            digest = hashlib.file_digest(file, 'sha256').hexdigest()
-        return {'command': 'download', 'list sha256': digest, 'rows per shard': self.rows_per_shard, 'columns': self.urls.names}
-
     def _stats(self, number: int) -> dict[str, Any]:
-        """Of a shard that is there. Raises DataError for a file that this command cannot have written."""
+        """Stats of a shard that is there. Raises DataError for a file that this command cannot have written."""
         name = f'{shard_name(number)}{STATS}'
         try:
             return parse_json_object(self.dest.read(name))
@@ -251,27 +316,11 @@ class Crawl:
             tally.kept_in[''] += stats['successes']
             tally.dropped.update({reason: count for reason, count in stats['status_dict'].items() if reason != SUCCESS})
             tally.num_bytes += sum(stats['bytes'].values())
-        tally.remarks += self._remarks(tally.dropped)
+        failed = Counter[str]()
+        for reason, count in tally.dropped.items():
+            failed[next((advice for applies, advice in ADVICE if applies(reason)), '')] += count
+        tally.remarks += [f'{self.dest.url}: {counted(failed[advice], "row")} {advice}' for _, advice in ADVICE if failed[advice]]
         return tally
-
-    def _remarks(self, dropped: Mapping[str, int]) -> Iterator[str]:
-        """What can be done about rows that failed."""
-        transient = sum(count for reason, count in dropped.items() if may_pass(reason))
-        private = dropped.get(f'{FAILED}{PRIVATE}', 0)
-        large = sum(count for reason, count in dropped.items() if too_large(reason))
-        final = sum(count for reason, count in dropped.items() if reason.startswith(FAILED)) - transient - private - large
-        where = self.dest.url
-        if transient:
-            yield f'{where}: {counted(transient, "row")} may succeed another time (servers and networks that failed): run again with --retry-failed'
-        if private:
-            yield (
-                f'{where}: {counted(private, "row")} refused, since the address is not of the public internet; if these are your own servers, '
-                'run again with --allow-network NETWORK, such as 10.0.0.0/8'
-            )
-        if large:
-            yield f'{where}: {counted(large, "row")} refused for the size; run again with a larger --max-mb to have them'
-        if final:
-            yield f'{where}: {counted(final, "row")} failed for good (HTTP 404, opted out ...) and will not be asked for again'
 
 
 @contextmanager
@@ -284,3 +333,33 @@ def _alone(dest: Folder) -> Iterator[None]:
         if not try_lock(file):
             raise DataError(f'{dest.url}: another process is downloading here; wait for it or stop it')
         yield
+
+
+def _choose(where: str, present: list[str], asked_for: str | None, known: tuple[str, ...], option: str) -> str:
+    found = [name for name in present if name == asked_for] if asked_for else [name for name in present if name.lower() in known]
+    if len(found) != 1:
+        what = f'no column {asked_for or " or ".join(known)}' if not found else f'several columns that could be meant, {", ".join(found)}'
+        raise DataError(f'{where}: has {what}; it has {", ".join(present)}; name one with {option}')
+    return found[0]
+
+
+def _as(values: pa.Array, kind: pa.DataType) -> pa.Array:
+    if not pa.types.is_string(values.type):
+        return values.cast(kind)
+    try:
+        return values.cast(pa.binary()).cast(pa.string())  # parquet files promise UTF-8, and nobody has checked
+    except pa.ArrowInvalid:
+        texts = values.cast(pa.binary()).to_pylist()
+        return pa.array([None if text is None else text.decode(errors='replace') for text in texts], pa.string())
+
+
+def _storable(kind: pa.DataType) -> pa.DataType | None:
+    """The type that a column gets in the JSON files of a shard: numbers and text, and lists of them; dates and the like become text."""
+    types = pa.types
+    if types.is_list(kind):
+        of = _storable(kind.value_type)
+        return None if of is None else pa.list_(of)
+    if types.is_boolean(kind) or types.is_integer(kind) or types.is_float32(kind) or types.is_float64(kind) or types.is_null(kind):
+        return kind
+    is_text = types.is_string(kind) or types.is_large_string(kind) or types.is_temporal(kind) or types.is_decimal(kind) or types.is_dictionary(kind)
+    return pa.string() if is_text else None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -46,21 +46,13 @@ class ShardError(RuntimeError):
     """The files of a shard do not fit together."""
 
 
-@dataclass(frozen=True)
-class CrawlTask:
-    """A shard to write.
+class CrawlTask(NamedTuple):
+    """A shard to write."""
 
-    Attributes:
-        number: of the shard in its list.
-        rows: what `write_rows` wrote, for a shard that is to be downloaded; None for one that is there and is to be written again.
-        networks: that were allowed when the one that is there was written.
-        asks_again: whether failed rows of that one are asked for again (`ShardWriter.is_due`).
-    """
-
-    number: int
-    rows: Path | None = None
-    networks: Sequence[str] = ()
-    asks_again: bool = False
+    number: int  # in its list
+    rows: Path | None = None  # what `write_rows` wrote, for a shard that is to be downloaded; None for one that is there and is to be written again
+    networks: Sequence[str] = ()  # that were allowed when the one that is there was written
+    asks_again: bool = False  # whether failed rows of that one are asked for again (`ShardWriter.is_due`)
 
 
 @dataclass
@@ -75,19 +67,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ShardWriter:
-    """Writes shards; goes to the worker processes.
+    """Writes shards; goes to the worker processes."""
 
-    Attributes:
-        folder: where shards are that are written again.
-        out: local folder for the files of the shards.
-        fetching: how images are asked for.
-        retry_failed: whether to ask again for what may succeed another time.
-    """
-
-    folder: Folder
-    out: Path
+    folder: Folder  # where shards are that are written again
+    out: Path  # local, for the files of the shards
     fetching: Fetching
-    retry_failed: bool
+    retry_failed: bool  # whether to ask again for what may succeed another time
 
     def __call__(self, task: CrawlTask) -> Outcome:
         """Write a shard; an error becomes the outcome's problem, so that other shards can continue."""
@@ -160,7 +145,7 @@ def may_pass(reason: str) -> bool:
 
 
 def reasons(table: pa.Table) -> list[str]:
-    """For each row of a shard's parquet file, `success` or why there is no image."""
+    """`success`, or why there is no image, for each row of a shard's parquet file."""
     rows = zip(table['status'].to_pylist(), table['error_message'].to_pylist(), strict=True)
     return [SUCCESS if status == SUCCESS else f'{FAILED}{message}' if status == NOT_FETCHED else message for status, message in rows]
 
@@ -172,16 +157,19 @@ def _fetch_rows(table: pa.Table, due: Iterable[bool], tar: tarfile.TarFile, fetc
 
     async def work_through(session: Any) -> None:
         for row in waiting:  # each of the workers takes the next
-            content = b''
             try:
                 content = await _tried(session, row['url'], fetching)
-                row |= {'status': SUCCESS if _is_image(content) else NOT_KEPT}
-                row |= {'error_message': None if _is_image(content) else 'not a JPEG, PNG or WebP'}
             except FetchError as error:
                 row |= {'status': NOT_FETCHED, 'error_message': str(error)}
-            if row['status'] == SUCCESS:
-                row['sha256'] = hashlib.sha256(content).hexdigest()
-                _add_sample(tar, row, content)
+                continue
+            if not _is_image(content):
+                row |= {'status': NOT_KEPT, 'error_message': 'not a JPEG, PNG or WebP'}
+                continue
+            row |= {'status': SUCCESS, 'error_message': None, 'sha256': hashlib.sha256(content).hexdigest()}
+            for suffix, data in {'jpg': content, 'json': json.dumps(row, indent=4).encode(), 'txt': (row['caption'] or '').encode()}.items():
+                member = tarfile.TarInfo(f'{row["key"]}.{suffix}')
+                member.size = len(data)
+                tar.addfile(member, BytesIO(data))
 
     async def work() -> None:
         async with open_session(fetching) as session, asyncio.TaskGroup() as group:
@@ -207,14 +195,6 @@ async def _tried(session: Any, url: str | None, fetching: Fetching) -> bytes:
 def _is_image(content: bytes) -> bool:
     """Whether it begins like one, unlike a web page; `convert` decodes it."""
     return content.startswith((b'\xff\xd8\xff', b'\x89PNG\r\n\x1a\n')) or (content[:4] == b'RIFF' and content[8:12] == b'WEBP')
-
-
-def _add_sample(tar: tarfile.TarFile, row: dict[str, Any], content: bytes) -> None:
-    files = {'jpg': content, 'json': json.dumps(row, indent=4).encode(), 'txt': (row['caption'] or '').encode()}
-    for suffix, data in files.items():
-        member = tarfile.TarInfo(f'{row["key"]}.{suffix}')
-        member.size = len(data)
-        tar.addfile(member, BytesIO(data))
 
 
 def check(number: int, num_rows: int, folder: Path, networks: Sequence[str]) -> dict[str, Any]:

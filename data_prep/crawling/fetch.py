@@ -48,23 +48,14 @@ class FetchError(Exception):
 
 @dataclass(frozen=True)
 class Fetching:
-    """How images are asked for.
+    """How images are asked for."""
 
-    Attributes:
-        concurrency: images at a time, in each process.
-        timeout: seconds for one image, in all.
-        retries: more tries, at once.
-        user_agent: token for the User-Agent header, which X-Robots-Tag headers may name.
-        max_bytes: largest body.
-        networks: whose addresses are asked although they are not of the public internet.
-    """
-
-    concurrency: int = 64
-    timeout: float = 20
-    retries: int = 0
-    user_agent: str | None = None
-    max_bytes: int = 64 << 20
-    networks: tuple[Network, ...] = ()
+    concurrency: int = 64  # images at a time, in each process
+    timeout: float = 20  # seconds for one image, in all
+    retries: int = 0  # more tries, at once
+    user_agent: str | None = None  # token for the User-Agent header, which X-Robots-Tag headers may name
+    max_bytes: int = 64 << 20  # largest body
+    networks: tuple[Network, ...] = ()  # whose addresses are asked although they are not of the public internet
 
     @property
     def max_mb(self) -> float:
@@ -94,7 +85,7 @@ async def open_session(fetching: Fetching) -> AsyncIterator[aiohttp.ClientSessio
 
 
 def checked_connector(may_ask: Callable[[str], bool]) -> aiohttp.TCPConnector:
-    """What connects to addresses alone that may be asked: the very ones that were checked.
+    """Connector to addresses that may be asked alone: the very ones that were checked.
 
     Args:
         may_ask: whether an IP address may be. Connecting to another raises FetchError(PRIVATE).
@@ -147,7 +138,15 @@ async def fetch(session: aiohttp.ClientSession, url: str | None, fetching: Fetch
                 raise FetchError(f'HTTP {response.status}')
             if opts_out(response.headers, fetching.user_agent):
                 raise FetchError(OPTED_OUT)
-            return await _body(response, fetching)
+            content = bytearray()
+            if (response.content_length or 0) <= fetching.max_bytes:
+                async for chunk in response.content.iter_any():
+                    content += chunk
+                    if len(content) > fetching.max_bytes:
+                        break
+                else:
+                    return bytes(content)
+            raise FetchError(f'over {fetching.max_mb:g} MB')
     except TimeoutError:
         raise FetchError(f'took over {fetching.timeout:g} s') from None
     except FetchError:
@@ -169,15 +168,3 @@ def opts_out(headers: CIMultiDictProxy[str], user_agent: str | None) -> bool:
         if addressed and OPT_OUTS & {word.strip() for word in (directives if colon else agent).split(',')}:
             return True
     return False
-
-
-async def _body(response: aiohttp.ClientResponse, fetching: Fetching) -> bytes:
-    content = bytearray()
-    if (response.content_length or 0) <= fetching.max_bytes:
-        async for chunk in response.content.iter_any():
-            content += chunk
-            if len(content) > fetching.max_bytes:
-                break
-        else:
-            return bytes(content)
-    raise FetchError(f'over {fetching.max_mb:g} MB')

@@ -24,9 +24,8 @@ from transformers.utils import logging as transformers_logging
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.keyed_random import Draw, uniform
-from diffusion.encoders.configs import describe, hub_problem_of, read_configs
 from diffusion.encoders.frozen_part import FrozenPart
-from diffusion.encoders.pretrained import is_empty, load_model
+from diffusion.encoders.pretrained import describe, hub_problem_of, is_empty, load_model, read_configs
 from diffusion.recipe.schema import EncoderSource
 
 CHAT_PROMPT = 'Describe this image in detail.'  # of models that answer a chat, where none is given
@@ -37,41 +36,25 @@ VERSIONED = ('transformers_version', '_name_or_path')  # in a configuration, and
 
 @dataclass(frozen=True)
 class Generation:
-    """How captions are generated.
+    """How captions are generated; tokens are new ones in a caption, counted by the model's own tokenizer."""
 
-    Attributes:
-        prompt: what the model is told; None: nothing, or CHAT_PROMPT where a model answers a chat.
-        num_captions: for each image; several are drawn at a temperature.
-        max_tokens, min_tokens: new ones in a caption, counted by the model's own tokenizer.
-        beams: of the beam search; 1: none.
-        temperature: of the draws; 0: the likeliest token each time.
-        top_p: tokens are drawn from the likeliest that have this probability together.
-        seed: of the draws, each of which is a function of this, the key of the sample, the caption and the token.
-        bf16: compute in bfloat16, weights too.
-    """
-
-    prompt: str | None = None
-    num_captions: int = 1
+    prompt: str | None = None  # what the model is told; None: nothing, or CHAT_PROMPT where a model answers a chat
+    num_captions: int = 1  # for each image; several are drawn at a temperature
     max_tokens: int = 75
     min_tokens: int = 0
-    beams: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    bf16: bool = False
+    beams: int = 1  # of the beam search; 1: none
+    temperature: float = 0.0  # of the draws; 0: the likeliest token each time
+    top_p: float = 1.0  # tokens are drawn from the likeliest that have this probability together
+    seed: int = 0  # of the draws, each of which is a function of this, the key of the sample, the caption and the token
+    bf16: bool = False  # compute in bfloat16, weights too
 
 
 @dataclass(frozen=True)
 class Caption:
-    """What the model wrote.
+    """A caption that the model wrote."""
 
-    Attributes:
-        text: without special tokens, on one line.
-        cut: whether it had more to say when `max_tokens` were reached.
-    """
-
-    text: str
-    cut: bool
+    text: str  # without special tokens, on one line
+    cut: bool  # whether it had more to say when `max_tokens` were reached
 
 
 class KeyedSampling(LogitsProcessor):
@@ -110,6 +93,7 @@ class Preparation:
 
     processor: Any
     prompt: str | None
+    """The text that goes with each image, with the markers that the model's chat has; None: none does."""
     open_ended: bool = False
     """Whether the model continues the prompt, whose tokenizer ends it nevertheless (BLIP takes the end off by itself)."""
 
@@ -127,23 +111,14 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Captioner:
-    """The model of one process.
+    """The model of one process."""
 
-    Attributes:
-        location: where it comes from.
-        model_type: as its config.json says.
-        prompt: the text that goes with each image, with the markers that the model's chat has; None: none does.
-        network: read when it is first used.
-        settings_sha256: digest of configuration, tokenizer and image processor, to recognise others.
-    """
-
-    location: EncoderSource
+    location: EncoderSource  # where it comes from
     generation: Generation
-    model_type: str
-    prompt: str | None
-    processor: Any = field(repr=False)
-    network: FrozenPart = field(repr=False)
-    settings_sha256: str
+    model_type: str  # as its config.json says
+    preparation: Preparation = field(repr=False)  # images to what the model reads
+    network: FrozenPart = field(repr=False)  # read when it is first used
+    settings_sha256: str  # digest of configuration, tokenizer and image processor, to recognise others
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
@@ -184,14 +159,18 @@ class Captioner:
         if is_empty(tokenizer):
             raise EncoderError(f'{where}: its tokenizer knows no words; the files of the tokenizer belong there')
         positions = getattr(config.get_text_config(), 'max_position_embeddings', None)
-        prompt = _prompt_of(processor, generation.prompt)
+        prompt = generation.prompt
+        if getattr(processor, 'chat_template', None):  # as the model was trained to read it, with a place for the image
+            content = [{'type': 'image'}, {'type': 'text', 'text': CHAT_PROMPT if prompt is None else prompt}]
+            prompt = processor.apply_chat_template([{'role': 'user', 'content': content}], add_generation_prompt=True, tokenize=False)
         used = generation.max_tokens + (0 if prompt is None else len(tokenizer(prompt).input_ids))
         if positions is not None and used > positions:
             raise EncoderError(
                 f'{where}: --max-tokens {generation.max_tokens} and the prompt are {used} tokens, the model has {positions} positions; ask for fewer'
             )
+        preparation = Preparation(processor, prompt, model_type in OPEN_ENDED)
         try:
-            Preparation(processor, prompt, model_type in OPEN_ENDED)([Image.new('RGB', (64, 64))])
+            preparation([Image.new('RGB', (64, 64))])
         except ValueError as error:  # a prompt without the marker of the image, for example
             raise EncoderError(f'{where}: does not caption with the prompt {prompt!r}: {first_line(error)}; give another --prompt') from error
         kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
@@ -205,7 +184,7 @@ class Captioner:
         }
         network = FrozenPart(lambda: load_model(kind, source, revision, ''))
         sha256 = hashlib.sha256(json.dumps(read, sort_keys=True, default=str).encode()).hexdigest()
-        return cls(location, generation, model_type, prompt, processor, network, sha256)
+        return cls(location, generation, model_type, preparation, network, sha256)
 
     def load(self, device: torch.device) -> None:
         """Read the weights to `device`. Raises EncoderError if that fails."""
@@ -215,13 +194,9 @@ class Captioner:
         own = module.generation_config
         own.do_sample, own.temperature, own.top_p, own.top_k = False, None, None, None  # a published default would not be ours
 
-    @property
-    def preparation(self) -> Preparation:
-        return Preparation(self.processor, self.prompt, self.model_type in OPEN_ENDED)
-
     def captions(self, inputs: dict[str, Tensor], keys: Sequence[str]) -> list[list[Caption]]:
         """`num_captions` captions for each image of a batch, as `preparation` returned it. Of several threads one generates at a time."""
-        generation, module = self.generation, self.network.module
+        generation, module, tokenizer = self.generation, self.network.module, self.preparation.processor.tokenizer
         dtype = torch.bfloat16 if generation.bf16 else torch.float32
         ids = torch.tensor([sample_id(key) for key in keys])
         captions: list[list[Caption]] = [[] for _ in keys]
@@ -245,20 +220,14 @@ class Captioner:
                 except ValueError as error:  # of a model that looks for it later
                     where = describe(self.location.source, self.location.revision)
                     raise EncoderError(
-                        f'{where}: does not caption with the prompt {self.prompt!r}: {first_line(error)}; give another --prompt'
+                        f'{where}: does not caption with the prompt {self.preparation.prompt!r}: {first_line(error)}; give another --prompt'
                     ) from error
-                new = _without_prompt(written.cpu(), read.get('input_ids'))
-                for of_image, caption in zip(captions, self._read(new), strict=True):
-                    of_image.append(caption)
+                tokens = _without_prompt(written.cpu(), read.get('input_ids'))  # (B, L)
+                texts = tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=True)
+                for of_image, text, row in zip(captions, texts, tokens.tolist(), strict=True):
+                    cut = len(row) >= generation.max_tokens and row[-1] not in tokenizer.all_special_ids
+                    of_image.append(Caption(' '.join(text.split()), cut))
         return captions
-
-    def _read(self, tokens: Tensor) -> list[Caption]:
-        """Captions of (B, L) tokens."""
-        tokenizer = self.processor.tokenizer
-        special = set(tokenizer.all_special_ids)
-        texts = tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=True)
-        full = [len(row) >= self.generation.max_tokens and row[-1] not in special for row in tokens.tolist()]
-        return [Caption(' '.join(text.split()), cut) for text, cut in zip(texts, full, strict=True)]
 
     def __reduce__(self) -> Any:
         return _found, (self.location, self.generation)  # Ray would pickle a class method by value, with the globals that it reads
@@ -269,20 +238,12 @@ def _found(location: EncoderSource, generation: Generation) -> Captioner:
 
 
 def _generation_of(source: str, revision: str | None) -> dict[str, Any]:
-    """What generation_config.json says, for the digest; {} where there is none."""
+    """Content of generation_config.json, for the digest; {} where there is none."""
     try:
         found = GenerationConfig.from_pretrained(source, revision=revision).to_diff_dict()
     except OSError:
         return {}
     return {name: value for name, value in found.items() if name not in VERSIONED}
-
-
-def _prompt_of(processor: Any, prompt: str | None) -> str | None:
-    """The prompt as the model was trained to read it, with a place for the image where its chat has one."""
-    if not getattr(processor, 'chat_template', None):
-        return prompt
-    content = [{'type': 'image'}, {'type': 'text', 'text': CHAT_PROMPT if prompt is None else prompt}]
-    return processor.apply_chat_template([{'role': 'user', 'content': content}], add_generation_prompt=True, tokenize=False)
 
 
 def _without_prompt(written: Tensor, prompt: Tensor | None) -> Tensor:

@@ -1,11 +1,11 @@
-"""Rows, parts and the protocol of a source, and helpers that sources share."""
+"""Rows, parts, and what all formats have in common: a format says which files are its own and what a row of them holds."""
 
 from __future__ import annotations
 
 import re
 import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -18,12 +18,14 @@ from diffusion.contracts.errors import DataError
 IMAGE_SUFFIXES = ('jpg', 'jpeg', 'png', 'webp')
 MAX_IMAGE_BYTES = 64 << 20
 TOO_LARGE = f'over {MAX_IMAGE_BYTES >> 20} MB'
+OVERSIZED = b'oversized'  # in place of a content of more than MAX_IMAGE_BYTES that was not read
 MAX_LIST_BYTES = 4 << 30  # captions of about four million images
 NOT_TEXT = re.compile('[\ud800-\udfff]')  # what is left of bytes that are not UTF-8, and halves of characters in JSON
 SPLITS = ('train', 'training', 'validation', 'valid', 'val', 'dev', 'test', 'testing', 'eval', 'evaluation')
 LISTS = ('captions.jsonl', 'metadata.jsonl', 'metadata.csv', 'metadata.parquet')
 CAPTION_NOT_TEXT, CAPTION_NOT_UTF8 = 'caption is not text', 'caption is not UTF-8'
 CAPTION_COLUMNS = ('caption', 'text', 'captions', 'TEXT')
+FILES_PER_PART = 1000  # of formats in which each image is a file
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Row:
     caption_weights: list[float] | None = None
     """How often each caption is to be used; equally often if None."""
     sha256: str | None = None
-    """Of the image when it was first converted, if this is not the first time."""
+    """Digest of the image when it was first converted, if this is not the first time."""
     reencoded: str = ''
     """What was changed in the image then."""
 
@@ -54,32 +56,20 @@ class Row:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of the input that becomes one part of the output.
+    """A piece of the input that becomes one part of the output."""
 
-    Attributes:
-        name: file name of the part in DEST; the order of names is the order of the data.
-        files: what it is read from.
-        detail: what else the source needs to read it; counts as input.
-    """
-
-    name: str
-    files: Mapping[str, Stat]
-    detail: Any = None
+    name: str  # file name of the part in DEST; the order of names is the order of the data
+    files: Mapping[str, Stat]  # what it is read from
+    detail: Any = None  # what else the source needs to read it; counts as input
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Options of the user about a source, where its files do not say.
+    """Options of the user about a source, where its files do not say."""
 
-    Attributes:
-        split: which split, if there are several.
-        columns: the source's names for `image`, `caption`, `key` and `url`.
-        caption: of images that have none of their own.
-    """
-
-    split: str | None = None
-    columns: Mapping[str, str] = field(default_factory=dict)
-    caption: str | None = None
+    split: str | None = None  # which split, if there are several
+    columns: Mapping[str, str] = field(default_factory=dict)  # the source's names for `image`, `caption`, `key` and `url`
+    caption: str | None = None  # of images that have none of their own
 
 
 class Source(ABC):
@@ -87,42 +77,56 @@ class Source(ABC):
 
     A worker gets the source with each part, so what was listed stays behind: a part knows its own files.
 
-    Attributes:
-        has_splits: whether `open` looks at the split.
-        takes_columns: whether `open` looks at the columns.
-        takes_caption: whether it gives images without a caption the one of the options.
-        counts_links: whether a link to a folder elsewhere is counted, as an image that is not read; in a format of shards it is an error.
-        several_captions: whether rows have several captions.
-        stored_columns: columns that are kept without being asked for.
+    Args:
+        files: those of the format, in the order of the data.
+        caption: of images that have none of their own; of formats with `takes_caption`.
     """
 
-    folder: Folder
-    has_splits = False
-    takes_columns = False
-    takes_caption = False
-    counts_links = False
-    several_captions = False
-    stored_columns: tuple[str, ...] = ()
+    has_splits = False  # whether `open` looks at the split
+    takes_columns = False  # whether `open` looks at the columns
+    takes_caption = False  # whether it gives images without a caption the one of the options
+    counts_links = False  # whether a link to a folder elsewhere is counted, as an image that is not read; in a format of shards it is an error
+    several_captions = False  # whether rows have several captions
+    stored_columns: tuple[str, ...] = ()  # columns that are kept without being asked for
+
+    def __init__(self, folder: Folder, files: Mapping[str, Stat], caption: str | None = None):
+        self.folder, self.files, self.caption = folder, files, caption
 
     @classmethod
     @abstractmethod
     def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Source | None:
         """A reader of this folder, or None if its files are not of this format."""
 
-    @abstractmethod
     def parts(self) -> list[Part]:
-        """The input in parts, in a fixed order."""
+        """The input in parts, in a fixed order; one a file, where a format does not say otherwise."""
+        return [Part(name.rpartition('.')[0].replace('/', '-'), {name: stat}) for name, stat in self.files.items()]
 
     @abstractmethod
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
-        """All rows of a part, a few at a time; remote files are copied to `scratch`.
+        """All rows of a part, a few at a time, also those that cannot be used; remote files are copied to `scratch`.
 
         Raises:
             DataError: the input is damaged or incomplete; it names the file and the remedy.
         """
 
+    def row(
+        self, key: str, url: Any, image: bytes | None, captions: Any, columns: Mapping[str, Any], reason: str | None = None, captioned: bool = True
+    ) -> Row:
+        """A row of what its file says. What is wrong with the image, by `reason` or its size, goes before what is wrong with the captions.
+
+        Args:
+            captions: a cell, which holds one or a list of them.
+            captioned: whether there is a column of captions at all.
+        """
+        found, wrong = captions_of(captions)
+        if self.caption is not None and not (reason or wrong) and not any(caption and caption.strip() for caption in found):
+            found, captioned = [self.caption], True
+        if image and (image is OVERSIZED or len(image) > MAX_IMAGE_BYTES):
+            image, reason = None, reason or TOO_LARGE
+        return Row(key, url_of(url), found if captioned else None, image or None, columns, reason or wrong)
+
     def fingerprint(self, part: Part) -> dict[str, Any]:
-        """What changes when the part's input changes."""
+        """Values that change when the part's input changes."""
         with readable(self.folder.url, 'make it readable'):
             return fingerprint(self.folder, part.files, part.detail)
 
@@ -180,6 +184,8 @@ def url_of(value: Any) -> str:
 
 def captions_of(value: Any) -> tuple[list[str | None], str | None]:
     """(captions, None) of a cell, which holds one or a list of them, with None for each that is not text; or ([], reason) if all are not."""
+    if value is OVERSIZED:
+        return [], f'caption {TOO_LARGE}'
     found = [_caption(item) for item in (value if isinstance(value, list) else [value])]
     if any(caption is not None for caption, _ in found):
         return [caption for caption, _ in found], None
@@ -205,14 +211,27 @@ def is_list(name: str) -> bool:
     return PurePosixPath(name).name in LISTS
 
 
+def in_pieces(units: Sequence[Any]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """(name of the part, its units) of images that are files."""
+    for i, start in enumerate(range(0, len(units), FILES_PER_PART)):
+        yield f'{i:05d}', units[start : start + FILES_PER_PART]
+
+
 def split_of(name: str) -> str:
-    """What Hugging Face takes for the split: `data/train-00000-of-00005.parquet`, `train/0000.parquet`; train if nothing says another."""
+    """Split of a file, as Hugging Face finds it: `data/train-00000-of-00005.parquet`, `train/0000.parquet`; train if nothing says another."""
     sharded = re.match(r'(.+?)-\d+-of-\d+', PurePosixPath(name).stem)
     words = re.split(r'[^a-z]+', name.lower())
     return sharded[1] if sharded else next((word for word in reversed(words) if word in SPLITS), 'train')
 
 
-def choose_split(splits: Mapping[str, Any], wanted: str | None, where: str) -> list[str]:
+def files_of_split(files: Mapping[str, Stat], wanted: str | None, where: str) -> dict[str, Stat]:
+    """The files of the split to read. Raises DataError as `choose_split`."""
+    splits = {name: split_of(name) for name in files}
+    chosen = choose_split(set(splits.values()), wanted, where)
+    return {name: stat for split in chosen for name, stat in files.items() if splits[name] == split}
+
+
+def choose_split(splits: Collection[str], wanted: str | None, where: str) -> list[str]:
     """The splits to read: all that is there if it is one, the one asked for if there are several.
 
     Raises:

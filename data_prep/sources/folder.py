@@ -55,7 +55,7 @@ class SourceFolder(LocalFolder):
             raise DataError(f'{path}: is {why}; {REMEDY}')
 
     def _stat(self, path: str) -> Stat | None:
-        """Of a file; None for a folder, and for a link to one inside."""
+        """Size and time of a file; None for a folder, and for a link to one inside."""
         found = os.lstat(path)
         if stat.S_ISDIR(found.st_mode):
             return None

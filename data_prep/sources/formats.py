@@ -1,17 +1,15 @@
-"""The formats that `convert` can read. To add a format, write a class like these in a file of its own and name it in SOURCES."""
+"""The formats that `convert` can read. To add a format, write a class like these and name it in SOURCES."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from data_prep.sources.any_mds import AnyMDS
 from data_prep.sources.base import Source, SourceOptions
-from data_prep.sources.coco import CocoCaptions
 from data_prep.sources.folder import FOLDER_OUTSIDE, REMEDY, open_source
-from data_prep.sources.huggingface import HuggingFaceParquet
-from data_prep.sources.image_folder import ImageFolder
-from data_prep.sources.image_mds import ImageMDS
+from data_prep.sources.image_folder import CocoCaptions, ImageFolder
 from data_prep.sources.img2dataset import Img2datasetParquet, Img2datasetWebdataset
+from data_prep.sources.mds import AnyMDS, ImageMDS
+from data_prep.sources.parquet import HuggingFaceParquet
 from data_prep.sources.webdataset import WebDataset
 from diffusion.contracts.errors import DataError
 

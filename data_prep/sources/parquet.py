@@ -1,10 +1,75 @@
-"""Rows of parquet files that anybody may have written."""
+"""Parquet files that anybody may have written, and Hugging Face's: those with an image column, such as `snapshot_download` leaves."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from data_prep.sources.base import CAPTION_COLUMNS, Part, Row, Source, SourceOptions, files_of_split, is_list, readable, text
+from diffusion.common.storage import Folder, Stat, scratch_for
+from diffusion.contracts.errors import DataError
+
+
+class HuggingFaceParquet(Source):
+    """Parquet files whose image column is a struct of `bytes` and `path` (the `Image` feature), or bytes named `image`; one part a file.
+
+    The caption is the column `caption`, `text` or `captions`, text or a list of texts.
+    """
+
+    has_splits = True
+    takes_columns = True
+    columns: Mapping[str, str]
+    """The source's names of `image`, `caption` ('': not known), `key` ('': the place in the file) and `url`."""
+
+    @classmethod
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> HuggingFaceParquet | None:
+        ours = {name: stat for name, stat in files.items() if name.endswith('.parquet') and (asked.columns or not is_list(name))}
+        if not ours:
+            return None
+        first = next(iter(ours))
+        with scratch_for() as scratch, readable(f'{folder.url}/{first}'):
+            schema = pq.read_schema(folder.fetch(first, scratch))
+            each_once(schema.names)
+        wrong = [name for name in asked.columns.values() if name not in schema.names]
+        if wrong:
+            raise DataError(f'{folder.url}: has no column {" or ".join(wrong)}, as --columns says; it has {", ".join(schema.names)}')
+        image = asked.columns.get('image') or next((field.name for field in schema if _is_image(field)), None)
+        if image is None:
+            return None
+        caption = asked.columns.get('caption') or next((name for name in CAPTION_COLUMNS if name in schema.names), '')
+        kind = schema.field(caption).type if caption else pa.null()
+        source = cls(folder, files_of_split(ours, asked.split, folder.url))
+        source.several_captions = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        source.columns = {'key': '', 'url': 'url', **asked.columns, 'image': image, 'caption': caption}
+        return source
+
+    def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
+        (name,) = part.files
+        where, columns = f'{self.folder.url}/{name}', self.columns
+        with readable(where), pq.ParquetFile(self.folder.fetch(name, scratch)) as file:
+            names = file.schema_arrow.names
+            lacking = {columns['image'], columns['caption'], columns['key']} - {*names, ''}
+            if lacking:
+                raise DataError(f'{where}: has no column {" and ".join(sorted(lacking))}, unlike the first file')
+            for i, values in enumerate(parquet_rows(file, names)):
+                cell = values.pop(columns['image'])
+                content = cell.get('bytes') if isinstance(cell, dict) else cell
+                image = content if content and isinstance(content, bytes) else None
+                key, captions = (values.get(columns[name]) if columns[name] else None for name in ('key', 'caption'))
+                reason = None if image else 'no image in the row'
+                key = text(key) or f'{part.name}-{i:06d}'
+                yield self.row(key, values.get(columns['url']), image, captions, values, reason, captioned=bool(columns['caption']))
+
+
+def _is_image(field: pa.Field) -> bool:
+    kind = field.type
+    if field.name == 'image' and (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        return True
+    return pa.types.is_struct(kind) and {'bytes', 'path'} <= {kind.field(i).name for i in range(kind.num_fields)}
 
 
 def each_once(columns: list[str]) -> list[str]:

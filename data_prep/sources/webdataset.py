@@ -12,16 +12,14 @@ from data_prep.sources.base import (
     CAPTION_COLUMNS,
     IMAGE_SUFFIXES,
     MAX_IMAGE_BYTES,
-    TOO_LARGE,
+    OVERSIZED,
     Part,
     Row,
     Source,
     SourceOptions,
     captions_of,
-    choose_split,
+    files_of_split,
     readable,
-    split_of,
-    url_of,
 )
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import Folder, Stat, scratch_for
@@ -29,7 +27,6 @@ from diffusion.contracts.errors import DataError
 
 REMEDY = 'download this shard again'
 NUM_SEEN = 100  # samples that tell whether there are several captions each
-OVERSIZED = b'oversized'  # in place of a content of more than MAX_IMAGE_BYTES
 
 
 class WebDataset(Source):
@@ -42,26 +39,17 @@ class WebDataset(Source):
     has_splits = takes_caption = True
 
     def __init__(self, folder: Folder, files: Mapping[str, Stat], caption: str | None):
-        self.folder, self.files, self.caption = folder, files, caption
+        super().__init__(folder, files, caption)
         first = next(iter(files))
         with scratch_for() as scratch, readable(f'{folder.url}/{first}', REMEDY):
             seen = islice(samples_of(folder.fetch(first, scratch), ('txt', 'json', 'cls')), NUM_SEEN)
-            numbers = [len(self._captions(sample, _fields(sample))[0]) for _, sample in seen]
+            numbers = [len(captions_of(_captions(sample, _fields(sample)))[0]) for _, sample in seen]
         self.has_captions, self.several_captions = any(numbers), max(numbers, default=0) > 1
 
     @classmethod
     def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> WebDataset | None:
-        by_split: dict[str, dict[str, Stat]] = {}
-        for name, stat in files.items():
-            if name.endswith('.tar'):
-                by_split.setdefault(split_of(name), {})[name] = stat
-        if not by_split:
-            return None
-        chosen = choose_split(by_split, asked.split, folder.url)
-        return cls(folder, {name: stat for split in chosen for name, stat in by_split[split].items()}, asked.caption)
-
-    def parts(self) -> list[Part]:
-        return [Part(name.removesuffix('.tar').replace('/', '-'), {name: stat}) for name, stat in self.files.items()]
+        ours = {name: stat for name, stat in files.items() if name.endswith('.tar')}
+        return cls(folder, files_of_split(ours, asked.split, folder.url), asked.caption) if ours else None
 
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
         (name,) = part.files
@@ -71,36 +59,15 @@ class WebDataset(Source):
             fields = dict.fromkeys(field for _, sample in samples_of(path, ('json',)) for field in _fields(sample))
             for key, sample in samples_of(path, (*IMAGE_SUFFIXES, 'txt', 'json', 'cls')):
                 columns = {**fields, **_fields(sample)}
-                captions, reason = self._captions(sample, columns)
-                image = next((sample[suffix] for suffix in IMAGE_SUFFIXES if suffix in sample), None)
-                if image is OVERSIZED:
-                    image, reason = None, TOO_LARGE
-                elif not image:
-                    reason = 'no .jpg, .jpeg, .png or .webp in the sample' if image is None else 'image is empty'
+                image = image_in(sample)
+                reason = None if image else 'no .jpg, .jpeg, .png or .webp in the sample' if image is None else 'image is empty'
                 if key in keys:
                     reason = 'key is in this tar already'
                 keys.add(key)
-                yield Row(
-                    f'{name.removesuffix(".tar")}/{key}',
-                    url_of(columns.get('url')),
-                    captions if self.has_captions else None,
-                    image or None,
-                    columns,
-                    reason,
-                )
+                captions = _captions(sample, columns)
+                yield self.row(f'{name.removesuffix(".tar")}/{key}', columns.get('url'), image, captions, columns, reason, self.has_captions)
         if not keys:
             raise DataError(f'{self.folder.url}/{name}: holds no samples, files named KEY.SUFFIX; leave it out of SOURCE')
-
-    def _captions(self, sample: Mapping[str, bytes], fields: Mapping[str, Any]) -> tuple[list[str | None], str | None]:
-        """Captions of a sample, and why they cannot be used."""
-        if OVERSIZED in (sample.get('txt'), sample.get('json')):
-            return [], f'caption {TOO_LARGE}'
-        label = sample.get('cls', b'').strip()
-        stated = next((fields[name] for name in CAPTION_COLUMNS if fields.get(name) is not None), None if label.isdigit() else label or None)
-        captions, reason = captions_of(sample.get('txt', stated))
-        if self.caption is not None and not reason and not any(caption and caption.strip() for caption in captions):
-            captions = [self.caption]
-        return captions, reason
 
 
 def samples_of(path: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, dict[str, bytes]]]:
@@ -136,6 +103,11 @@ def samples_of(path: Path, suffixes: tuple[str, ...]) -> Iterator[tuple[str, dic
         yield key, files
 
 
+def image_in(sample: Mapping[str, bytes]) -> bytes | None:
+    """The image of a sample, None if it has none."""
+    return next((sample[suffix] for suffix in IMAGE_SUFFIXES if suffix in sample), None)
+
+
 def _fields(sample: Mapping[str, bytes]) -> dict[str, Any]:
     """Fields of a sample's .json, none if that is no object; and `cls`."""
     try:
@@ -143,3 +115,12 @@ def _fields(sample: Mapping[str, bytes]) -> dict[str, Any]:
     except ValueError:
         fields = {}
     return {**fields, 'cls': sample['cls'].decode(errors='replace').strip()} if 'cls' in sample else fields
+
+
+def _captions(sample: Mapping[str, bytes], fields: Mapping[str, Any]) -> Any:
+    """The cell of a sample's captions."""
+    if any(sample.get(suffix) is OVERSIZED for suffix in ('txt', 'json')):
+        return OVERSIZED
+    label = sample.get('cls', b'').strip()
+    stated = next((fields[name] for name in CAPTION_COLUMNS if fields.get(name) is not None), None if label.isdigit() else label or None)
+    return sample.get('txt', stated)

@@ -20,8 +20,8 @@ from diffusion.common.collective import on_first_rank_of_node
 from diffusion.common.files import read_json
 from diffusion.common.text import first_line, print_message
 from diffusion.contracts.errors import CheckpointError
-from diffusion.encoders.configs import hub_problem
 from diffusion.encoders.frozen_part import weights_sha256
+from diffusion.encoders.pretrained import hub_problem
 from diffusion.families.pipeline import SCHEDULER, DrawingSettings
 from diffusion.families.registry import family_of
 from diffusion.objectives import build_objective

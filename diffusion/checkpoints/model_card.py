@@ -17,7 +17,7 @@ from diffusion.common.text import counted, first_line, markdown_table
 from diffusion.contracts.errors import CheckpointError, ManifestError
 from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.sources import located
-from diffusion.encoders.configs import hub_problem
+from diffusion.encoders.pretrained import hub_problem
 from diffusion.families.counting.counts import Counter
 from diffusion.families.family import Family
 from diffusion.families.pipeline import KOHYA, LORA

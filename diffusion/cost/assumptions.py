@@ -1,48 +1,54 @@
-"""Assumptions of a bill, in addition to the recipe and the prices: a dataclass per section, one `key(...)` per field, as in recipe/schema.py.
+"""Assumptions of a bill, in addition to the recipe and the prices: a dataclass per section; meaning and limits stand at each field.
 
 The numbers, with the reason of each, are in cost/assumptions.yaml and nowhere else; a user's own file and `key=value` change some of them.
-Every number may be a range: `[low, high]` is uniform, `[low, likely, high]` triangular (uncertain.py).
+Every number may be a range: `[low, high]` is uniform, `[low, likely, high]` triangular (formulas.py).
 """
 
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from fnmatch import fnmatch
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
-from diffusion.cost.uncertain import NUM_DRAWS, Uncertain, check, draw
-from diffusion.recipe.keys import MISSING, key
+from diffusion.cost.formulas import NUM_DRAWS, Uncertain, draw, range_problem
+from diffusion.recipe.keys import MISSING, Key, key
 from diffusion.recipe.merging import merge
 from diffusion.recipe.reading import file_layers, override_layers
 
 DEFAULT = Path(__file__).with_name('assumptions.yaml')
 
 
+def number(doc: str, *limits: Literal['above 0', 'at most 1', 'or null']) -> Any:
+    """Declare a number or a range of at least 0; it is above 0 where something is divided by it."""
+    return field(default=MISSING, metadata={'key': Key(doc), 'limits': limits})
+
+
 @dataclass
 class PreparationAssumptions:
-    num_images: Uncertain = key(MISSING, 'Unique images to train on.')
-    kept_share: Uncertain = key(MISSING, 'Share (0..1) of the downloaded images that the filters keep.')
-    downloaded_share: Uncertain = key(MISSING, 'Share (0..1) of the URLs tried that still answer; null: the images are there, nothing is downloaded.')
-    bytes_per_image: Uncertain = key(MISSING, 'Size of an image, as downloaded and as stored in image shards.')
-    urls_per_machine_hour: Uncertain = key(MISSING, 'Downloads that one machine tries in an hour.')
-    images_per_machine_hour: Uncertain = key(MISSING, 'Images that one machine decodes, filters and writes in an hour.')
+    num_images: Uncertain = number('Unique images to train on.')
+    kept_share: Uncertain = number('Share (0..1) of the downloaded images that the filters keep.', 'above 0', 'at most 1')
+    downloaded_share: Uncertain = number(
+        'Share (0..1) of the URLs tried that answer; null: nothing is downloaded.', 'above 0', 'at most 1', 'or null'
+    )
+    bytes_per_image: Uncertain = number('Size of an image, as downloaded and as stored in image shards.')
+    urls_per_machine_hour: Uncertain = number('Downloads that one machine tries in an hour.', 'above 0')
+    images_per_machine_hour: Uncertain = number('Images that one machine decodes, filters and writes in an hour.', 'above 0')
     machine: str = key(MISSING, 'Name of the price of those machines.')
 
 
 @dataclass
 class EncodingAssumptions:
-    num_images: Uncertain = key(MISSING, 'Images of at least that size: unique latents to train on; null: all of preparation.num_images.')
-    images_per_gpu_sec: Uncertain = key(MISSING, 'Images that one GPU decodes, resizes and encodes in a second.')
+    num_images: Uncertain = number('Unique latents to train on: images of at least that size; null: all images.', 'or null')
+    images_per_gpu_sec: Uncertain = number('Images that one GPU decodes, resizes and encodes in a second.', 'above 0')
     gpu: str | None = key(MISSING, "Name of that GPU's price; null: as training (the rate must then be that GPU's).")
 
 
 @dataclass
 class DerivedEncoding(EncodingAssumptions):
-    """What follows for a resolution of which nothing is assumed; `source` says from what. No file has it."""
+    """Encoding at a resolution of which nothing is assumed; `source` says what it follows from. No file has it."""
 
     source: str = ''
 
@@ -55,16 +61,16 @@ class OnlineAssumptions:
 @dataclass
 class StorageAssumptions:
     price: str = key(MISSING, 'Name of the price of a TB and month.')
-    crawl_months: Uncertain = key(MISSING, 'Months for which the images as downloaded are kept.')
-    image_shard_months: Uncertain = key(MISSING, 'Months for which the MDS shards of images are kept.')
-    latent_months: Uncertain = key(MISSING, 'Months for which the MDS shards of latents are kept.')
-    checkpoint_months: Uncertain = key(MISSING, 'Months for which the checkpoints are kept.')
+    crawl_months: Uncertain = number('Months for which the images as downloaded are kept.')
+    image_shard_months: Uncertain = number('Months for which the MDS shards of images are kept.')
+    latent_months: Uncertain = number('Months for which the MDS shards of latents are kept.')
+    checkpoint_months: Uncertain = number('Months for which the checkpoints are kept.')
 
 
 @dataclass
 class NetworkAssumptions:
-    shard_bytes: Uncertain = key(MISSING, 'Size of a shard; one PUT writes it, one GET reads it.')
-    downloads_per_epoch: Uncertain = key(MISSING, 'Times that each shard is fetched in an epoch, by all nodes together.')
+    shard_bytes: Uncertain = number('Size of a shard; one PUT writes it, one GET reads it.', 'above 0')
+    downloads_per_epoch: Uncertain = number('Times that each shard is fetched in an epoch, by all nodes together.')
     put: str = key(MISSING, 'Name of the price of 1,000 PUTs.')
     get: str = key(MISSING, 'Name of the price of 1,000 GETs.')
     egress: str = key(MISSING, 'Name of the price of a GB from the storage to the GPUs.')
@@ -72,21 +78,21 @@ class NetworkAssumptions:
 
 @dataclass
 class FaultAssumptions:
-    gpu_hours_between_failures: Uncertain = key(MISSING, "Of one GPU; null: the recipe's faults.gpu_hours_between_failures.")
-    save_sec: Uncertain = key(MISSING, 'Seconds for which training stands still for a checkpoint of save_bytes or more.')
-    save_bytes: Uncertain = key(MISSING, 'Smaller checkpoints take a share of save_sec, by their bytes; null: all take save_sec.')
-    restart_sec: Uncertain = key(MISSING, 'From the start of the processes to the first step: imports, checkpoint, compilation.')
-    notice_sec: Uncertain = key(MISSING, 'From a failure until someone or something has started the processes again, machines paid for.')
-    gpu_hours_between_interruptions: Uncertain = key(MISSING, 'On spot: of one GPU, in addition to its failures.')
-    wait_sec: Uncertain = key(MISSING, 'On spot: until there are machines again, not paid for.')
+    gpu_hours_between_failures: Uncertain = number("Of one GPU; null: the recipe's faults.gpu_hours_between_failures.", 'above 0', 'or null')
+    save_sec: Uncertain = number('Seconds for which training stands still for a checkpoint of save_bytes or more.')
+    save_bytes: Uncertain = number('Smaller checkpoints take a share of save_sec, by their bytes; null: all take save_sec.', 'above 0', 'or null')
+    restart_sec: Uncertain = number('From the start of the processes to the first step: imports, checkpoint, compilation.')
+    notice_sec: Uncertain = number('From a failure until someone or something has started the processes again, machines paid for.')
+    gpu_hours_between_interruptions: Uncertain = number('On spot: of one GPU, in addition to its failures.', 'above 0')
+    wait_sec: Uncertain = number('On spot: until there are machines again, not paid for.')
 
 
 @dataclass
 class WorkAssumptions:
-    evaluation_share: Uncertain = key(MISSING, 'Evaluations and sample grids, as a share of the training GPU-hours.')
-    experiments_share: Uncertain = key(MISSING, "Sweeps, ablations and runs that came to nothing, as a multiple of the final run's GPU-hours.")
-    taken_over_share: Uncertain = key(MISSING, 'Share of reserved GPU-hours that this project leaves unused and that others use and pay for (0..1).')
-    person_months: Uncertain = key(MISSING, "People's work on the whole project.")
+    evaluation_share: Uncertain = number('Evaluations and sample grids, as a share of the training GPU-hours.')
+    experiments_share: Uncertain = number("Sweeps, ablations and runs that came to nothing, as a multiple of the final run's GPU-hours.")
+    taken_over_share: Uncertain = number('Share (0..1) of the unused reserved GPU-hours that others use and pay for.', 'at most 1')
+    person_months: Uncertain = number("People's work on the whole project.")
     person: str = key(MISSING, 'Name of the price of a person for a month.')
 
 
@@ -99,15 +105,6 @@ class Assumptions:
     network: NetworkAssumptions = key(NetworkAssumptions)
     faults: FaultAssumptions = key(FaultAssumptions)
     work: WorkAssumptions = key(WorkAssumptions)
-
-
-NULLABLE = ('preparation.downloaded_share', 'encoding.*.num_images', 'encoding.*.gpu', 'faults.gpu_hours_between_failures', 'faults.save_bytes')
-PRICE_NAMES = ('machine', 'gpu', 'price', 'put', 'get', 'egress', 'person')
-SHARES = ('kept_share', 'downloaded_share', 'taken_over_share')  # at most 1
-DIVISORS = (
-    'kept_share', 'downloaded_share', 'urls_per_machine_hour', 'images_per_machine_hour', 'images_per_gpu_sec', 'shard_bytes',
-    'gpu_hours_between_failures', 'gpu_hours_between_interruptions', 'save_bytes',
-)  # fmt: skip  # above 0
 
 
 class AssumptionError(InputError):
@@ -124,10 +121,30 @@ def load_assumptions(path: Path | None = None, overrides: Sequence[str] = ()) ->
     layers = [*file_layers(DEFAULT, errors), *(file_layers(path, errors) if path is not None else []), *override_layers(overrides, errors)]
     assumptions: Assumptions = merge(Assumptions, layers, errors)
     unset = {error.partition(':')[0] for error in errors}
-    errors += [error for error in _mistakes(asdict(assumptions)) if error.partition(':')[0] not in unset]
+    errors += [error for error in _mistakes(assumptions) if error.partition(':')[0] not in unset]
     if errors:
         raise AssumptionError('\n'.join([f'{path or DEFAULT.name}: {counted(len(errors), "error")}', *(f'  - {error}' for error in errors)]))
     return assumptions
+
+
+def _mistakes(section: Any, above: str = '') -> Iterator[str]:
+    """Yield a message for each value that is not a number, or out of the limits of its field."""
+    for item in fields(section):
+        path, value, limits = f'{above}{item.name}', getattr(section, item.name), item.metadata.get('limits')
+        if item.name == 'encoding':
+            yield from (f"{path}.{px}: '{px}' is not a resolution in pixels, such as 256" for px in value if not (px.isdigit() and int(px) > 0))
+            for px, size in value.items():
+                yield from _mistakes(size, f'{path}.{px}.')
+        elif is_dataclass(value):
+            yield from _mistakes(value, f'{path}.')
+        elif limits is not None and value != MISSING and not (value is None and 'or null' in limits):
+            low, high = (value[0], value[-1]) if isinstance(value, list) and value else (value, value)
+            if problem := range_problem(value):
+                yield f'{path}: {problem}'
+            elif low < 0 or (low == 0 and 'above 0' in limits):
+                yield f'{path}: {value} must be {"above" if "above 0" in limits else "at least"} 0'
+            elif high > 1 and 'at most 1' in limits:
+                yield f'{path}: {value} is a share and at most 1'
 
 
 def encoding_at(encoding: Mapping[str, EncodingAssumptions], resolution: int) -> tuple[EncodingAssumptions, str] | None:
@@ -160,23 +177,3 @@ def draw_all(assumptions: Assumptions, num_draws: int = NUM_DRAWS, seed: int = 0
         if size.num_images is None:
             size.num_images = made.preparation.num_images
     return made
-
-
-def _mistakes(values: dict[str, Any], prefix: str = '') -> Iterator[str]:
-    """Yield a message for each value that is not a number, or out of range."""
-    for name, value in values.items():
-        path = f'{prefix}{name}'
-        if isinstance(value, dict):
-            if prefix == 'encoding.' and not (name.isdigit() and int(name) > 0):
-                yield f"{path}: '{name}' is not a resolution in pixels, such as 256"
-            yield from _mistakes(value, f'{path}.')
-        elif name in PRICE_NAMES or value == MISSING or (value is None and any(fnmatch(path, pattern) for pattern in NULLABLE)):
-            continue
-        elif problem := check(value):
-            yield f'{path}: {problem}'
-        else:
-            low, high = (value[0], value[-1]) if isinstance(value, list) else (value, value)
-            if low < 0 or (low == 0 and name in DIVISORS):
-                yield f'{path}: {value} must be {"above" if name in DIVISORS else "at least"} 0'
-            elif name in SHARES and high > 1:
-                yield f'{path}: {value} is a share and at most 1'

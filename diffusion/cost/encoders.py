@@ -1,28 +1,38 @@
-"""Encoders next to training: how many keep up, their traffic and price, and from which epoch on encoding once is cheaper.
+"""Encoders that turn images into latents: images/s and price of one, how many keep up with training, their traffic, and where to encode.
 
-An encoder is a GPU, a share of one, or some CPU cores, that turns images into the VAE's moments; encoding_rates.py has the images/s of one.
+An encoder is a GPU, a share of one, or some CPU cores. The rate of one comes, in this order, from rows of benchmarks.encode of that GPU; from
+cost/assumptions.yaml, if it says it of that GPU; published, scaled by FLOP; and else from what is assumed of another GPU, by peak FLOP/s.
 Numbers may be arrays of draws.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
+from diffusion.common.files import read_json_lines
 from diffusion.common.text import counted
+from diffusion.contracts.errors import InputError
 from diffusion.cost.assumptions import Assumptions, encoding_at
-from diffusion.cost.encoding_rates import EncodingRate, rate_of_gpu
 from diffusion.cost.facts import Facts
-from diffusion.cost.formulas import BYTES_PER_MB, SEC_PER_HOUR, Number
-from diffusion.cost.hardware import gpu_name
-from diffusion.cost.prices import UNITS, Price, Prices, gpu_of, load_prices
+from diffusion.cost.formulas import BYTES_PER_MB, BYTES_PER_TB, ONLINE_FACTOR, SEC_PER_HOUR, Number, hours, median, spread_text, two_digits
+from diffusion.cost.hardware import gpu_name, peak_flops
+from diffusion.cost.prices import UNITS, CostRow, Price, Prices, gpu_of, load_prices
+from diffusion.cost.published import ANYSCALE_ENCODING, PublishedEncoding
 from diffusion.cost.results import Result
-from diffusion.cost.uncertain import median, quantiles, spread_text, two_digits
+from diffusion.cost.throughput import Rate
+from diffusion.recipe import Recipe
 from diffusion.recipe.schema import Cost, RayEncoders
 
 NO_PRICE = 'give cost.price_per_encoder_hour, or name a GPU of diffusion/cost/prices.yaml in data.encoders.ray.resource'
 PIXEL_CHANNELS, MOMENT_BYTES = 3, {'float32': 4, 'float16': 2}
+IN_STEP, ONLINE, OFFLINE = 'in step', 'online', 'offline'
+
+
+class EncodingRateError(InputError):
+    """A file of measured encoding rates cannot be used."""
 
 
 def num_that_keep_up(images_per_sec: Number, one_images_per_sec: Number, headroom: float = 0.0) -> Number:
@@ -35,25 +45,80 @@ def rate_with(num_encoders: Number, images_per_sec: Number, one_images_per_sec: 
     return np.minimum(images_per_sec, num_encoders * one_images_per_sec)
 
 
-def in_step_stretch(network_flop: float, text_flop: float, vae_flop: float) -> float:
-    """How much longer a step takes with the VAE in it, if all networks reach the same share of the peak."""
-    return 1 + vae_flop / (network_flop + text_flop)
-
-
-def bytes_out(encoders: RayEncoders, resolution: int, stored_bytes: Number) -> Number:
-    """Bytes of one sample on its way to an encoder: an image as stored, or its 8-bit pixels."""
-    return stored_bytes if encoders.send == 'bytes' else PIXEL_CHANNELS * resolution**2
-
-
-def bytes_back(encoders: RayEncoders, resolution: int, latent_channels: int, downsampling: int) -> int:
-    """Bytes of one sample's mean and log variance on the way back."""
-    return MOMENT_BYTES[encoders.moments] * 2 * latent_channels * (resolution // downsampling) ** 2
-
-
 def first_cheaper_epoch(once: Number, per_epoch: Number) -> int | None:
     """First number of epochs at which what is paid once costs less than what is paid in every epoch; None if that costs nothing."""
     each = median(per_epoch)
     return int(median(once) // each) + 1 if each > 0 else None
+
+
+def read_encoding_rows(path: Path) -> list[Result]:
+    """Read the rows of benchmarks.encode that have a rate, others are left out; EncodingRateError if there are none."""
+    if not path.is_file():
+        raise EncodingRateError(f'--encoding-rates {path}: no such file; python -m benchmarks.encode --out FILE.jsonl writes one')
+    try:
+        rows = [Result(row) for row in read_json_lines(path) if row.get('kind') == 'encode']
+    except OSError as error:
+        raise EncodingRateError(f'--encoding-rates {path}: cannot be read: {error.strerror}') from None
+    rated = [row for row in rows if row.images_per_sec is not None and row.count('resolution') is not None and row.text('device')]
+    if not rated:
+        raise EncodingRateError(f'--encoding-rates {path}: has no row of benchmarks.encode with device, resolution and images_per_sec')
+    return rated
+
+
+def measured_rate(rows: Sequence[Result], gpu: str | None, resolution: int) -> Rate | None:
+    """Return the rate of one encoder on a GPU (None: on CPU cores) by measured rows; None if there are none of it.
+
+    A row of the same resolution comes first, then one without text, then the one of most images/s per encoder: what can be reached. From another
+    resolution it is scaled by pixels, and assumed.
+    """
+    rows = [row for row in rows if gpu_name(row.text('device')) == gpu and (gpu is not None or 'nvidia' not in row.text('device').lower())]
+    if not rows:
+        return None
+
+    def one(row: Result) -> float:
+        return (row.images_per_sec or 0.0) / (row.count('num_encoders') or 1)
+
+    def preference(row: Result) -> tuple[float, ...]:
+        return -abs(math.log((row.count('resolution') or 1) / resolution)), not row.row.get('with_text'), one(row)
+
+    best = max(rows, key=preference)
+    px = best.count('resolution') or resolution
+    text = ' with text' if best.row.get('with_text') else ''
+    source = f'{best.text("device")} at {px} px{text}, engine {best.text("engine") or "unknown"}'
+    if px == resolution:
+        return Rate(one(best), 'measured', source)
+    return Rate(one(best) * (px / resolution) ** 2, 'assumed', f'{one(best):,.3g} images/s measured on {source}, by pixels')
+
+
+def published_rate(row: PublishedEncoding, gpu: str | None, resolution: int, flop: float | None) -> Rate | None:
+    """Return the published rate scaled by FLOP of a sample (None: not counted, and by pixels); None for another GPU."""
+    if gpu != row.gpu:
+        return None
+    needed = row.flop_per_image * (resolution / row.resolution) ** 2 if flop is None else flop
+    source = f'{row.images_per_sec:,.0f} images/s of {row.what} ({row.source})'
+    if (needed, resolution) == (row.flop_per_image, row.resolution):
+        return Rate(row.images_per_sec, 'published', source)
+    return Rate(row.images_per_sec * row.flop_per_image / needed, 'assumed', f'{source}, by FLOP')
+
+
+def rate_of_gpu(
+    gpu: str | None, training_gpu: str, resolution: int, vae_flop: float | None, assumed: Assumptions, measured: Sequence[Result] = ()
+) -> Rate | None:
+    """Return the rate of one GPU (None: CPU cores, which only measured rows know) that encodes images without text; None if nothing is known."""
+    if found := measured_rate(measured, gpu, resolution):
+        return found
+    nearest, published = encoding_at(assumed.encoding, resolution), published_rate(ANYSCALE_ENCODING, gpu, resolution, vae_flop)
+    if gpu is None or nearest is None:
+        return published
+    size, source = nearest
+    assumed_gpu = training_gpu if size.gpu is None else gpu_of(size.gpu)
+    if gpu == assumed_gpu:
+        return Rate(size.images_per_gpu_sec, 'assumed', source)
+    peak, other = peak_flops(gpu), peak_flops(assumed_gpu or '')
+    if published is not None or peak is None or other is None:
+        return published
+    share = '' if vae_flop is None else f', {spread_text(100 * size.images_per_gpu_sec * vae_flop / other, 0)} % of the peak'
+    return Rate(size.images_per_gpu_sec * peak / other, 'assumed', f'{source} of {assumed_gpu}{share}; {gpu} by peak FLOP/s')
 
 
 @dataclass(frozen=True)
@@ -67,26 +132,13 @@ class PricedEncoder:
     """
 
     gpu: str
-    rate: EncodingRate | None
+    rate: Rate | None
     price: Price | None
     units: float = 1.0
 
-    @property
-    def dollars_per_hour(self) -> float | None:
-        return None if self.price is None else self.price.dollars * self.units
-
-    @property
-    def price_text(self) -> str:
-        if self.price is None:
-            return 'a price that is not known'
-        return f'{self.price.amount} per {self.price.unit}' + (f' x {self.units:g}' if self.units != 1 else '')
-
 
 def priced_encoder(encoders: RayEncoders, cost: Cost, prices: Prices) -> tuple[str | None, Price | None, float]:
-    """Return GPU, price and its units an hour of one encoder of a recipe, as far as the recipe and the list say them.
-
-    The GPU is that of the list whose name is `resource`; the price is `cost.price_per_encoder_hour`, or else the list's first for that GPU.
-    """
+    """Return GPU, price and its units an hour of one encoder: the recipe's own price, or the list's first of the GPU that its `resource` names."""
     gpu = gpu_name(encoders.resource, prices.gpus()) if encoders.resource is not None and encoders.gpus else None
     if cost.price_per_encoder_hour is not None:
         name = 'cost.price_per_encoder_hour'
@@ -97,29 +149,21 @@ def priced_encoder(encoders: RayEncoders, cost: Cost, prices: Prices) -> tuple[s
 def encoder_of(
     facts: Facts, assumed: Assumptions, prices: Prices, training_price: Price | None, training_gpu: str, measured: Sequence[Result]
 ) -> PricedEncoder:
-    """Return the encoder of a recipe: on the machines that its `data.encoders` name, else on the GPU that is assumed to encode (`encoding.N.gpu`).
-
-    Raises:
-        PriceError: the assumptions name a price that the list has not.
-    """
+    """Return the encoder of a recipe: on the machines that its `data.encoders` name, else on the GPU that is assumed to encode (`encoding.N.gpu`)."""
     online, counts = facts.online, facts.counts.encoders
     flop = None if counts is None else float(counts.vae_flop)
-
-    def rate(gpu: str | None) -> EncodingRate | None:
-        return rate_of_gpu(gpu, training_gpu, facts.resolution, flop, assumed, measured)
-
     gpu, price, units = priced_encoder(online, facts.recipe.cost, prices) if online is not None else (None, None, 1.0)
-    if online is not None and not online.gpus:
-        return PricedEncoder('CPU', rate(None), price, units)
-    share = 1.0 if online is None else online.gpus
-    if gpu is None:
+    on_cpu, share = online is not None and not online.gpus, 1.0 if online is None else online.gpus
+    if gpu is None and not on_cpu:
         nearest = encoding_at(assumed.encoding, facts.resolution)
         named = None if nearest is None else nearest[0].gpu
         gpu = training_gpu if named is None else gpu_of(named)
         if price is None:
             price, units = training_price if named is None else prices[named], share
-    found = rate(gpu)
-    return PricedEncoder(gpu or 'a GPU', found if found is None else found.of(share), price, units)
+    rate = rate_of_gpu(gpu, training_gpu, facts.resolution, flop, assumed, measured)
+    if rate is not None and not on_cpu and share != 1:
+        rate = replace(rate, images_per_sec=rate.images_per_sec * share, note=f'{rate.note}; {share:g} of it')
+    return PricedEncoder(gpu or ('CPU' if on_cpu else 'a GPU'), rate, price, units)
 
 
 @dataclass(frozen=True)
@@ -130,8 +174,8 @@ class OnlineFleet:
     encoder: PricedEncoder
     unlimited: Number  # images/s of training if the encoders never made it wait
     headroom: float
-    out_bytes: Number  # of a sample
-    back_bytes: int
+    out_bytes: Number  # of a sample on its way to an encoder: an image as stored, or its 8-bit pixels
+    back_bytes: int  # of its mean and log variance
 
     @property
     def num_needed(self) -> int | None:
@@ -155,48 +199,40 @@ class OnlineFleet:
         """Traffic of all encoders together in MB/s, out and back."""
         return self.images_per_sec * self.out_bytes / BYTES_PER_MB, self.images_per_sec * self.back_bytes / BYTES_PER_MB
 
+    def __str__(self) -> str:
+        """Say in one line how many encoders there are, how many keep up, and what travels."""
+        encoders, rate, needed = self.encoders, self.encoder.rate, self.num_needed
+        share = f' (each {encoders.gpus:g} of it)' if 0 < encoders.gpus < 1 else ''
+        have = f'{encoders.actors:,} on {self.encoder.gpu}{share}'
+        if rate is None or needed is None:
+            return f'{have}; how many keep up is not known, for nobody has measured one: benchmarks.encode does, plan --encoding-rates reads it'
+        out, back = (spread_text(one, 0 if median(one) >= 10 else 1) for one in self.mb_per_sec)
+        training = f'{two_digits(median(self.unlimited))} images/s of training (predicted)'
+        each = f'{rate.amount} images/s each ({rate.how}: {rate.note}), {self.headroom:.0%} headroom'
+        return f'{have}; {needed:,} keep up with {training} at {each}; {out} MB/s out ({encoders.send}), {back} MB/s back ({encoders.moments})'
+
+    def warnings(self, name: str) -> list[str]:
+        """Return what is wrong with the encoders of the recipe `name`: too few, or without a price."""
+        found = []
+        if self.speed < 1:
+            assumed = '' if self.encoder.rate is None else f' ({self.encoder.rate.how})'
+            found.append(
+                f'{name}: {counted(self.encoders.actors, "encoder")} are too few: training would run at about {100 * self.speed:.0f} % of its speed'
+                f'{assumed}; set data.encoders.ray.actors={self.num_needed}'
+            )
+        if self.encoder.price is None:
+            found.append(f'{name}: the machines of data.encoders are not in the bill: {NO_PRICE}')
+        return found
+
 
 def online_fleet(facts: Facts, images_per_sec: Number, encoder: PricedEncoder, assumed: Assumptions) -> OnlineFleet | None:
     """Return the encoders of a recipe; None if it has none (`data.encoders`)."""
-    if facts.online is None:
+    encoders, px = facts.online, facts.resolution
+    if encoders is None:
         return None
-    channels = facts.counts.latent_channels
-    return OnlineFleet(
-        encoders=facts.online,
-        encoder=encoder,
-        unlimited=images_per_sec,
-        headroom=assumed.online.headroom,
-        out_bytes=bytes_out(facts.online, facts.resolution, assumed.preparation.bytes_per_image),
-        back_bytes=bytes_back(facts.online, facts.resolution, channels, facts.pixels_per_latent),
-    )
-
-
-def fleet_text(fleet: OnlineFleet) -> str:
-    """Say in one line how many encoders there are, how many keep up, and what travels."""
-    num, rate, needed = fleet.encoders.actors, fleet.encoder.rate, fleet.num_needed
-    share = f' (each {fleet.encoders.gpus:g} of it)' if 0 < fleet.encoders.gpus < 1 else ''
-    have = f'{num:,} on {fleet.encoder.gpu}{share}'
-    if rate is None or needed is None:
-        return f'{have}; how many keep up is not known, for nobody has measured one: benchmarks.encode does, plan --encoding-rates reads it'
-    out, back = (spread_text(one, 0 if median(one) >= 10 else 1) for one in fleet.mb_per_sec)
-    training = f'{two_digits(median(fleet.unlimited))} images/s of training (predicted)'
-    each = f'{rate.amount} images/s each ({rate.how}: {rate.source}), {fleet.headroom:.0%} headroom'
-    traffic = f'{out} MB/s out ({fleet.encoders.send}), {back} MB/s back ({fleet.encoders.moments})'
-    return f'{have}; {needed:,} keep up with {training} at {each}; {traffic}'
-
-
-def fleet_warnings(name: str, fleet: OnlineFleet) -> list[str]:
-    """Return what is wrong with the encoders of the recipe `name`: too few, or without a price."""
-    found = []
-    if fleet.speed < 1:
-        assumed = '' if fleet.encoder.rate is None else f' ({fleet.encoder.rate.how})'
-        found.append(
-            f'{name}: {counted(fleet.encoders.actors, "encoder")} are too few: training would run at about {100 * fleet.speed:.0f} % of its speed'
-            f'{assumed}; set data.encoders.ray.actors={fleet.num_needed}'
-        )
-    if fleet.encoder.price is None:
-        found.append(f'{name}: the machines of data.encoders are not in the bill: {NO_PRICE}')
-    return found
+    out_bytes = assumed.preparation.bytes_per_image if encoders.send == 'bytes' else PIXEL_CHANNELS * px**2
+    back_bytes = MOMENT_BYTES[encoders.moments] * 2 * facts.counts.latent_channels * (px // facts.pixels_per_latent) ** 2
+    return OnlineFleet(encoders, encoder, images_per_sec, assumed.online.headroom, out_bytes, back_bytes)
 
 
 def text_warnings(facts: Facts) -> list[str]:
@@ -211,27 +247,71 @@ def text_warnings(facts: Facts) -> list[str]:
     ]
 
 
-def fleet_json(fleet: OnlineFleet) -> dict[str, Any]:
-    """Return the same for machines, unrounded; uncertain numbers as [p10, p50, p90]."""
-    out, back = fleet.mb_per_sec
-    return {
-        'num_encoders': fleet.encoders.actors,
-        'num_needed': fleet.num_needed,
-        'headroom': fleet.headroom,
-        'unlimited_images_per_sec': quantiles(fleet.unlimited),
-        'speed': fleet.speed,
-        'mb_per_sec_out': quantiles(out),
-        'mb_per_sec_back': quantiles(back),
-    }
+def ways_to_encode(
+    facts: Facts, images_per_sec: Number, num_gpus: int, encoder: PricedEncoder, price: Price, assumed: Assumptions, prices: Prices, kind: str
+) -> list[CostRow]:
+    """Return what the steps and the encoding of a recipe take, in the step, next to training or once beforehand: a group of rows each.
+
+    In the step, training takes longer by the VAE's share of the FLOP, if all networks reach the same share of the peak. Online, other machines
+    encode for as long as the steps take: the recipe's own (`data.encoders`), or as many as keep up. Offline, they encode each image once, and the
+    latents are stored for `storage.latent_months`. Where rate or price of an encoder is not known there is only the way in the step; nothing where
+    nothing is to be encoded (synthetic data, an autoencoder's training), or for unknown numbers of images.
+
+    Args:
+        images_per_sec: of training as the recipe has it, if its encoders keep up.
+        price: of a training GPU's hour.
+        kind: of the source of those images per second.
+    """
+    if not isinstance(facts.recipe, Recipe) or facts.recipe.data.kind == 'synthetic' or facts.num_images is None or facts.epochs is None:
+        return []
+    counts, num_samples = facts.counts.encoders, facts.phase.num_samples
+    stretch, why = ONLINE_FACTOR, 'published by MosaicML for SD2'
+    if counts is not None:
+        stretch, why = 1 + counts.vae_flop / (facts.counts.flop + counts.text_flop), "assumed, by the VAE's share of the FLOP"
+
+    def row(way: str, what: str, quantity: Number, at: Price, formula: str, is_assumed: bool) -> CostRow:
+        return CostRow(way, what, quantity, at.unit, at, formula, kind='assumed' if is_assumed else kind, recipe=facts.name, num_gpus=num_gpus)
+
+    def steps(way: str, rate: Number, is_assumed: bool) -> CostRow:
+        formula = f'{spread_text(rate)} images/s; a step with the VAE in it takes {stretch:.2f} times as long ({why})'
+        return row(way, 'steps', hours(num_samples, rate) * num_gpus, price, formula, is_assumed)
+
+    without_vae = images_per_sec * stretch if facts.encodes_images else images_per_sec
+    rows = [steps(IN_STEP, images_per_sec if facts.encodes_images else images_per_sec / stretch, not facts.encodes_images)]
+    if encoder.rate is None or encoder.price is None:
+        return rows
+    one, online, guessed = encoder.rate.images_per_sec, facts.online, encoder.rate.how == 'assumed'
+    num = num_that_keep_up(without_vae, one, assumed.online.headroom) if online is None else online.actors
+    limited = rate_with(num, without_vae, one)
+    waits = median(limited) < median(without_vae)
+    each = f'{encoder.rate.amount} images/s each ({encoder.rate.how}: {encoder.rate.note})'
+    encoder_hours, once_hours = num * hours(num_samples, limited), hours(facts.num_images, one)
+    stored = facts.num_images * facts.latent_bytes / BYTES_PER_TB * assumed.storage.latent_months
+    return [
+        *rows,
+        steps(ONLINE, limited, facts.encodes_images or (guessed and waits)),
+        row(ONLINE, 'encoders', encoder_hours * encoder.units, encoder.price, f'{median(num):,.0f} on {encoder.gpu}, {each}', guessed),
+        steps(OFFLINE, without_vae, facts.encodes_images),
+        row(OFFLINE, 'encoders', once_hours * encoder.units, encoder.price, f'once on {encoder.gpu}, {each}', guessed),
+        row(OFFLINE, 'storage', stored, prices[assumed.storage.price], f'for {spread_text(assumed.storage.latent_months)} months', guessed),
+    ]
+
+
+def offline_from(rows: Sequence[CostRow], other: str, epochs: Number) -> int | None:
+    """First number of epochs at which encoding once costs less than another way (`ways_to_encode`); None where one is not known, or it never does."""
+
+    def dollars(way: str, *what: str) -> Number:
+        return sum(row.dollars for row in rows if row.group == way and row.what in what)
+
+    if not {OFFLINE, other} <= {row.group for row in rows}:
+        return None
+    per_epoch = (dollars(other, 'steps', 'encoders') - dollars(OFFLINE, 'steps')) / epochs
+    return first_cheaper_epoch(dollars(OFFLINE, 'encoders', 'storage'), per_epoch)
 
 
 @dataclass(frozen=True)
 class EncoderBill:
-    """What the encoders of a run have cost so far: they are paid for whenever it runs.
-
-    Attributes:
-        units: of the price, an hour of one encoder.
-    """
+    """What the encoders of a run have cost so far, paid for whenever it runs, at a price of which an hour of one takes so many units."""
 
     num_encoders: int
     wall_hours: float

@@ -1,6 +1,7 @@
-"""Requirements of one recipe by arithmetic: samples, FLOP, memory of a GPU, loader, checkpoints."""
+"""Requirements of one recipe by arithmetic: samples, FLOP, memory of a GPU, loader, checkpoints, scores. No torch: a laptop can plan a run.
 
-from __future__ import annotations
+Activations are counted by families/counting/activations.py. The search on the GPU itself (`batch.micro_size: auto`) is in training/micro_batch.py.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,11 +15,8 @@ import numpy as np
 from diffusion.contracts.errors import ManifestError
 from diffusion.contracts.manifest import MANIFEST_NAME, Manifest
 from diffusion.cost.assumptions import Assumptions
-from diffusion.cost.evaluation import DRAWN_TOGETHER, PASSES, PASSES_OF_ADAPTERS, EvaluationWork
-from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours
-from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
+from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours, median
 from diffusion.cost.prices import RULES
-from diffusion.cost.uncertain import median
 from diffusion.recipe import AnyRecipe, Recipe, RecipeError, load_any_recipe, to_dict
 from diffusion.recipe.averaging import profiles
 from diffusion.recipe.contradictions import contradictions
@@ -27,12 +25,15 @@ from diffusion.recipe.load import kind_of
 from diffusion.recipe.merging import merge
 from diffusion.recipe.reading import file_layers, override_layers
 from diffusion.recipe.rules import PIXELS_PER_LATENT
-from diffusion.recipe.schema import EvalSamples, RayEncoders, Stream, present
-from diffusion.recipe.techniques import optimizer_of
+from diffusion.recipe.schema import EvalSamples, RayEncoders, present
+from diffusion.recipe.techniques import AdamWSettings, OptimizerSettings, optimizer_of
 
 # Of a sample in addition to its moments: key, caption and what MDS adds. LAION's captions have 60 to 100 letters; an assumption, 1 % at 256 px.
 TEXT_BYTES = 200
 FEW_PHOTOS, PHOTO_SUFFIXES = 10, ('.jpg', '.jpeg', '.png', '.webp')
+MEMORY_SHARE = 0.94  # of a GPU; the rest is for fragments, NCCL and cuDNN's workspaces
+DRAWN_TOGETHER = 16  # images of `eval.samples` that a GPU draws at once; those of a chunk that is not full count as drawn
+PASSES, PASSES_OF_ADAPTERS = 3, 2  # of a step, in forward passes: frozen weights need no gradients of their own
 FP32_BYTES = 4  # a parameter in a checkpoint: of the weights, and of each average
 
 
@@ -75,11 +76,9 @@ class Counts:
 
 
 def load_for_planning(path: str, overrides: Sequence[str]) -> AnyRecipe:
-    """Load a recipe that is sound on one GPU at least, with stand-ins for what only training needs: the checkpoint of the phase before, the place of
-    the data, and a folder of encoders.
+    """Load a recipe that is sound on one GPU at least, or raise RecipeError with all errors.
 
-    Raises:
-        RecipeError: with all other errors.
+    What only training needs has stand-ins: the checkpoint of the phase before, the place of the data, and a folder of encoders.
     """
     layers = [*file_layers(Path(path), []), *override_layers(overrides, [])]
     given = to_dict(merge(kind_of(layers), layers, []))
@@ -100,14 +99,17 @@ def load_for_planning(path: str, overrides: Sequence[str]) -> AnyRecipe:
 def known_images(recipe: AnyRecipe) -> int | None:
     """Return the samples of the recipe's datasets by their manifests, if all of them lie on this machine's disks, and of its photos and drawn images.
 
-    Photos that are not on this machine count as FEW_PHOTOS.
-
-    Raises:
-        ManifestError: one has a manifest that cannot be read, or that contradicts the recipe.
+    Photos that are not on this machine count as FEW_PHOTOS; ManifestError if a manifest cannot be read, or contradicts the recipe.
     """
-    named = present(recipe.data.streams)
-    prepared = [_num_prepared(stream) for stream in named.values() if stream.photos is not None or stream.drawn is not None]
-    streams = {name: stream for name, stream in named.items() if stream.photos is None and stream.drawn is None}
+    streams, prepared = present(recipe.data.streams), 0
+    for name, stream in list(streams.items()):
+        if stream.drawn is not None or stream.photos is not None:
+            del streams[name]
+        if stream.drawn is not None:
+            prepared += stream.drawn.num_images
+        elif stream.photos is not None:
+            folder = Path(stream.photos.folder)
+            prepared += sum(path.suffix.lower() in PHOTO_SUFFIXES for path in folder.rglob('*')) if folder.is_dir() else FEW_PHOTOS
     folders = {name: Path(stream.local) for name, stream in streams.items() if stream.local is not None and stream.remote is None}
     if recipe.data.kind == 'synthetic' or len(folders) < len(streams) or not all((folder / MANIFEST_NAME).exists() for folder in folders.values()):
         return None
@@ -118,15 +120,56 @@ def known_images(recipe: AnyRecipe) -> int | None:
             errors += [f'{folders[name]}: {error}' for error in found]
     if errors:
         raise ManifestError('\n'.join(errors))
-    return sum(prepared) + sum(manifest.num_samples for manifest in manifests.values())
+    return prepared + sum(manifest.num_samples for manifest in manifests.values())
 
 
-def _num_prepared(stream: Stream) -> int:
-    if stream.drawn is not None:
-        return stream.drawn.num_images
-    assert stream.photos is not None
-    folder = Path(stream.photos.folder)
-    return sum(path.suffix.lower() in PHOTO_SUFFIXES for path in folder.rglob('*')) if folder.is_dir() else FEW_PHOTOS
+def num_shards(sharding: str, world_size: int, local_world_size: int) -> int:
+    """Return the number of GPUs among which the weights and their state are divided, by the recipe's `train.sharding`."""
+    return {'ddp': 1, 'zero2': world_size, 'hsdp': local_world_size}[sharding]
+
+
+def state_bytes(
+    num_parameters: int,
+    sharding: str,
+    precision: str,
+    num_gpus: int,
+    gpus_per_node: int = 8,
+    num_averages: int = 1,
+    accumulates: bool = False,
+    num_frozen: int = 0,
+    optimizer: OptimizerSettings | None = None,
+    num_in_matrices: int = 0,
+) -> dict[str, int]:
+    """Return what one GPU holds from step to step or for the length of one, apart from activations, by purpose.
+
+    Args:
+        num_parameters: that are trained.
+        sharding, precision: the recipe's `train.sharding` and `train.precision`.
+        num_averages: of the weights, on the GPU.
+        accumulates: there are several micro-batches a step; FSDP2 keeps whole gradients until the last of them.
+        num_frozen: parameters of the network that an adapter belongs to, in the precision that they are computed with.
+        optimizer: settings that answer for it (`optimizer_of(recipe)`); None is AdamW.
+        num_in_matrices: of the trained ones, parameters that it treats as matrices.
+    """
+    shards = num_shards(sharding, num_gpus, min(num_gpus, gpus_per_node))
+    share = -(-num_parameters // shards)
+    # In bf16, and under zero2 and hsdp without `bf16` the gathered fp32 weights.
+    copies = {'amp_bf16': 2, 'bf16': 2, 'fp32': 0}[precision] + (4 if sharding != 'ddp' and precision != 'bf16' else 0)
+    with_ddp = sharding == 'ddp' and precision != 'bf16' and num_gpus > 1  # it averages in buffers; FSDP2 reduces block by block instead
+    return {
+        'weights': 4 * share,
+        'gradients': 4 * (num_parameters if accumulates else share),
+        'optimizer state': (optimizer or AdamWSettings()).state_bytes(share, -(-num_in_matrices // shards)),
+        'EMA': 4 * share * num_averages,
+        'copies of the weights to compute with': copies * num_parameters,
+        "DDP's buckets": 4 * num_parameters if with_ddp else 0,
+        'frozen network': (4 if precision == 'fp32' else 2) * num_frozen,
+    }
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, from the smallest."""
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 @dataclass(frozen=True)
@@ -158,6 +201,33 @@ class GpuMemory:
     @property
     def fits(self) -> bool:
         return self.micro_size > 0 and self.total <= MEMORY_SHARE * self.gpu_bytes
+
+
+@dataclass(frozen=True)
+class EvaluationWork:
+    """Drawing `samples` images at each of some guidance scales; feature networks, which take a few percent more, are left out.
+
+    FLOP are of the denoiser's forward pass over one image, and of the VAE's decoder; guidance above 1 takes a second pass, without the caption.
+    """
+
+    samples: int
+    guidance: Sequence[float]
+    steps: int
+    pass_flop: float
+    decode_flop: float = 0.0
+
+    def flop_of_image(self, guidance: float) -> float:
+        """FLOP of one image at a guidance scale."""
+        return self.steps * (2 if guidance > 1 else 1) * self.pass_flop + self.decode_flop
+
+    @property
+    def flop(self) -> float:
+        """FLOP of all images."""
+        return self.samples * sum(map(self.flop_of_image, self.guidance))
+
+    def gpu_hours(self, flop_per_sec: Number) -> Number:
+        """Hours of one GPU that computes so much in a second; of n GPUs each takes an n-th."""
+        return self.flop / flop_per_sec / SEC_PER_HOUR
 
 
 @dataclass(frozen=True)
@@ -199,7 +269,7 @@ class Facts:
         encoders = self.counts.encoders
         return encoders.downsampling if encoders is not None else PIXELS_PER_LATENT
 
-    def on(self, num_gpus: int) -> Facts:
+    def on(self, num_gpus: int) -> 'Facts':
         """Return the facts with a micro-batch of at most a GPU's share of the batch."""
         batch = self.recipe.batch
         share, left_over = divmod(batch.global_size, num_gpus)
@@ -209,10 +279,7 @@ class Facts:
 
     @cached_property
     def num_batches(self) -> int:
-        """
-        Raises:
-            RecipeError: the duration is in epochs of an unknown number of images, or of fewer than a batch.
-        """
+        """Steps of the run; RecipeError if they are given in epochs of an unknown number of images, or of fewer than a batch."""
         duration = self.recipe.train.duration
         if duration.unit == 'ba':
             return duration.value
@@ -322,11 +389,7 @@ class Facts:
         return GpuMemory({**parts, 'activations': micro_size * self.per_sample_bytes}, micro_size, gpu_bytes)
 
     def remedies(self, cluster: Cluster, counts_of: Callable[[AnyRecipe], Counts]) -> list[str]:
-        """Return overrides under which the recipe would fit, each by itself.
-
-        Args:
-            counts_of: counts of a changed recipe (`Counter.counts`).
-        """
+        """Return overrides under which the recipe would fit, each by itself, by the counts of the recipe so changed."""
         train, micro_size = self.recipe.train, self.memory(cluster).micro_size
         smaller = [size for size in divisors(self.recipe.batch.global_size // cluster.num_gpus) if size < micro_size]
         fitting_sizes = [size for size in smaller if self.memory(cluster, size).fits]

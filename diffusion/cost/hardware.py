@@ -1,7 +1,5 @@
 """Peak FLOP/s and memory of GPUs, and the name of the present one and whether PyTorch computes on it. Plans need numbers alone: torch comes late."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -57,11 +55,7 @@ NOT_SUPPORTED = {'trainium': 'AWS Trainium needs the Neuron SDK; this stack runs
 
 
 def memory_gb(gpu: str) -> float:
-    """Return the memory of a GPU (GB) by its name in a list of prices, such as `a100-40gb`.
-
-    Raises:
-        ValueError: it is not known.
-    """
+    """Return the memory of a GPU (GB) by its name in a list of prices, such as `a100-40gb`. Raises ValueError: it is not known."""
     if gpu not in MEMORY_GB:
         hint = did_you_mean(gpu, MEMORY_GB, by_prefix=True)
         raise ValueError(f"no GPU '{gpu}' is known{hint} There are {', '.join(MEMORY_GB)}; add one to diffusion/cost/hardware.py")
@@ -94,10 +88,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def mfu(images_per_sec_per_gpu: float, flop_per_image: float, peak: float | None) -> float | None:
-    """Model FLOP utilisation (0..1): the network's FLOP per image, forward and backward without recomputation, over a GPU's `peak_flops`.
-
-    None where the peak is not known: no MFU is better than a wrong one.
-    """
+    """Model FLOP utilisation (0..1): FLOP per image, forward and backward without recomputation, over `peak_flops`; None if that is not known."""
     return None if peak is None else images_per_sec_per_gpu * flop_per_image / peak
 
 
@@ -125,11 +116,7 @@ def has_kernels(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
 
 
 def gpu_without_kernels(gpu: str | None = None) -> str:
-    """Say why the installed PyTorch cannot compute on a GPU, and what to do; nothing where it can, or this is not known.
-
-    Args:
-        gpu: name in a list of prices; None: this process's GPU, if there is one.
-    """
+    """Say why the installed PyTorch cannot compute on a GPU (None: this process's), and what to do; nothing where it can, or this is not known."""
     if gpu is not None and gpu not in COMPUTE_CAPABILITY:
         return ''
     import torch
@@ -150,12 +137,8 @@ def gpu_without_kernels(gpu: str | None = None) -> str:
     )
 
 
-def own_device() -> torch.device:
-    """Return the GPU that the launcher has given to this process, the first one without a launcher; the CPU where there is none.
-
-    Raises:
-        InputError: the installed PyTorch has no kernels for it.
-    """
+def own_device() -> 'torch.device':
+    """Return the launcher's GPU for this process, without a launcher the first, the CPU where there is none; InputError if PyTorch has no kernels."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,19 +1,19 @@
-"""Prices with date and source, from diffusion/cost/prices.yaml, a user's own file, or the command line."""
-
-from __future__ import annotations
+"""Prices with date and source, from diffusion/cost/prices.yaml, a user's own file, or the command line; and rows, quantities at a price."""
 
 import math
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from diffusion.common.files import read_regular
 from diffusion.common.text import counted, did_you_mean, one_line
 from diffusion.contracts.errors import InputError
+from diffusion.cost.formulas import Number, quantiles
 from diffusion.recipe import rules as recipe_rules
 from diffusion.recipe.autoencoder import AnyRecipe
 from diffusion.recipe.reading import MAX_BYTES, read_yaml, yaml_problem
@@ -61,14 +61,52 @@ class Price:
         return f'{self.amount} per {self.unit} ({self.name}; {self.source}; {self.date})'
 
 
+@dataclass(frozen=True)
+class CostRow:
+    """One line of a plan or a bill: a quantity of something, at a price if it has one, and where the quantity is from.
+
+    Attributes:
+        quantity: a number or draws; None: nobody knows, and `formula` says why.
+        formula: in words and numbers, as people read it.
+        kind: of the source: measured, published, predicted, scaled, limited, given, counted or assumed.
+        recipe, num_gpus: what it is about, unless it is the whole plan.
+        is_surcharge: the price is a difference to another one, on what other rows have already.
+        fixed_dollars: of payments at several prices.
+    """
+
+    group: str
+    what: str
+    quantity: Number
+    unit: str
+    price: Price | None = None
+    formula: str = ''
+    source: str = ''
+    kind: str = ''
+    recipe: str = ''
+    num_gpus: int | None = None
+    is_surcharge: bool = False
+    fixed_dollars: Number = None
+
+    @property
+    def dollars(self) -> Number:
+        """Quantity times price; 0 for what has none."""
+        if self.fixed_dollars is not None:
+            return self.fixed_dollars
+        return 0.0 if self.price is None or self.quantity is None else self.quantity * self.price.dollars
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The row for machines: unrounded, [p10, p50, p90] of what is uncertain; what is empty is left out."""
+        found = {item.name: getattr(self, item.name) for item in fields(self) if item.name != 'fixed_dollars'}
+        found |= {'price': self.price and asdict(self.price), 'dollars': None if self.price is None else quantiles(self.dollars)}
+        found['quantity'] = quantiles(self.quantity) if isinstance(self.quantity, np.ndarray) else self.quantity
+        return {name: value for name, value in found.items() if name == 'quantity' or value not in (None, '', False)}
+
+
 class Prices(UserDict[str, Price]):
     """All prices by dotted name; a look-up may leave out the last part, and then gets the first of its kind."""
 
     def __missing__(self, name: str) -> Price:
-        """
-        Raises:
-            PriceError: there is none of that name.
-        """
         for known, price in self.data.items():
             if known.startswith(f'{name}.'):
                 return price
@@ -84,16 +122,13 @@ class Prices(UserDict[str, Price]):
         """Prices of one GPU and hour by plan (on-demand, reserved-1y, spot ...)."""
         return {price.offer: price for name, price in self.data.items() if name.startswith(f'gpu_hour.{gpu}.')}
 
-    def preferring(self, price: Price) -> Prices:
+    def preferring(self, price: Price) -> 'Prices':
         """Return the same list with this price as the first of its kind."""
         return Prices({price.name: price} | {name: other for name, other in self.data.items() if name != price.name})
 
 
 def load_prices(path: Path | None = None, asked: Sequence[str] = ()) -> Prices:
-    """Read a file of prices, the shipped one if none is named.
-
-    Args:
-        asked: --price options, of which NAME=DOLLARS changes the list, and may name things that the file does not have; others are for `asked_price`.
+    """Read a file of prices, the shipped one if none is named, changed by what is NAME=DOLLARS of --price options.
 
     Raises:
         PriceError: the file or an override is not understood; all mistakes at once.
@@ -119,24 +154,27 @@ def load_prices(path: Path | None = None, asked: Sequence[str] = ()) -> Prices:
     return prices
 
 
-def _entries(content: Any, errors: list[str]) -> Iterator[tuple[str, Any]]:
+def _entries(value: Any, errors: list[str], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Yield (dotted name, its value): a section holds things, a thing its offers."""
-    if not isinstance(content, Mapping):
+    if len(path) == 3:
+        yield '.'.join(path), value
+    elif path and path[0] not in UNITS:
+        errors.append(f"'{path[0]}' is not a section; there are {', '.join(UNITS)}")
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _entries(inner, errors, (*path, str(name)))
+    elif path:
+        price = '{dollars: 2, date: 2026-01, source: ...}'
+        errors.append(f'{".".join(path)}: {value!r} holds no offers; write {path[0]}: {{thing: {{offer: {price}}}}}')
+    else:
         errors.append('holds no sections; a file of prices is section: {thing: {offer: {dollars: ..., date: ..., source: ...}}}')
-        return
-    for section, things in content.items():
-        if section not in UNITS:
-            errors.append(f"'{section}' is not a section; there are {', '.join(UNITS)}")
-            continue
-        things = things if isinstance(things, Mapping) else {None: things}
-        for thing, offers in things.items():
-            name = section if thing is None else f'{section}.{thing}'
-            if thing is not None and isinstance(offers, Mapping):
-                yield from ((f'{name}.{offer}', entry) for offer, entry in offers.items())
-            else:
-                errors.append(
-                    f'{name}: {offers!r} holds no offers; write {section}: {{thing: {{offer: {{dollars: 2, date: 2026-01, source: ...}}}}}}'
-                )
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # whoever reads it reports it
 
 
 def _price(name: str, entry: Any) -> Price:
@@ -151,22 +189,8 @@ def _price(name: str, entry: Any) -> Price:
     return Price(name, float(value), unit, str(entry['date']), str(entry['source']))
 
 
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text  # _price reports it
-
-
 def price_of_run(cost: Cost, prices: Prices | None = None) -> Price | None:
-    """Return the price of a GPU-hour by a recipe's `cost` section: its own number, or the list's for its GPU; None if it names neither.
-
-    Args:
-        prices: the list; the shipped one is read if it is needed.
-
-    Raises:
-        PriceError: the list has none for that GPU.
-    """
+    """Return the price of a GPU-hour by a recipe's `cost` section: its own number, or the list's for its GPU, if it names one (PriceError else)."""
     if cost.price_per_gpu_hour is not None:
         source = f'the recipe, for {cost.gpu or "the machine"}'
         return Price('cost.price_per_gpu_hour', cost.price_per_gpu_hour, UNITS['gpu_hour'], 'as given', source)
@@ -176,14 +200,7 @@ def price_of_run(cost: Cost, prices: Prices | None = None) -> Price | None:
 
 
 def price_of_gpu(gpu: str, prices: Prices, remedy: str) -> Price:
-    """Return the first price of a GPU in the list.
-
-    Args:
-        remedy: what else could be done if there is none.
-
-    Raises:
-        PriceError: there is none.
-    """
+    """Return the first price of a GPU in the list, or raise PriceError with a remedy."""
     if gpu not in prices.gpus():
         hint = did_you_mean(gpu, prices.gpus(), cutoff=0.5, by_prefix=True)
         raise PriceError(f"no price for a '{gpu}'{hint} There are prices for {', '.join(prices.gpus())}; or {remedy}")
@@ -197,16 +214,9 @@ def gpu_of(name: str) -> str | None:
 
 
 def asked_price(texts: Sequence[str], gpu: str, prices: Prices) -> Price | None:
-    """Return the price of a GPU-hour that --price asks for; None if it asks for none.
+    """Return the price of a GPU-hour that --price options ask for; None if they ask for none, PriceError if for two or for no offer of the list.
 
-    Dollars and offers count first, and else an offer of this GPU that was changed.
-
-    Args:
-        texts: as given: dollars, an offer of the list such as `spot`, or NAME=DOLLARS.
-        prices: the list as `load_prices` makes it of the same texts.
-
-    Raises:
-        PriceError: there is no such offer, or two prices are asked for.
+    Dollars and offers such as `spot` count first, and else an offer of this GPU that was changed by NAME=DOLLARS.
     """
 
     def asked_for(text: str) -> Price:
@@ -243,8 +253,5 @@ def encoder_price_has_encoders(recipe: Recipe, _: int) -> list[str]:
     return ['cost.price_per_encoder_hour: has no effect without data.encoders; set it to null']
 
 
-RULES: tuple[Callable[[Any, int], list[str]], ...] = (
-    *recipe_rules.RULES,
-    gpu_has_a_price,
-    encoder_price_has_encoders,
-)  # for commands that end with an error before anything is built
+# Rules of recipes for commands that end with an error before anything is built.
+RULES: tuple[Callable[[Any, int], list[str]], ...] = (*recipe_rules.RULES, gpu_has_a_price, encoder_price_has_encoders)

@@ -1,24 +1,22 @@
-"""The plan of a project: its recipes on several numbers of GPUs, with rates, time and money, also as JSON; text.py writes the page."""
+"""The plan of a project: its recipes on several numbers of GPUs, as rows of requirements, rates, time and money; text.py writes the page."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from diffusion.common.text import counted
 from diffusion.cost.assumptions import Assumptions
-from diffusion.cost.bill import Bill, PlanOutcome, TrainingJob, TrainingPhase, bill_json
-from diffusion.cost.encoders import OnlineFleet, PricedEncoder, fleet_json, fleet_warnings, online_fleet, text_warnings
-from diffusion.cost.encoding import EncodingWays, ways_json
-from diffusion.cost.facts import Cluster, Facts, GpuMemory
-from diffusion.cost.formulas import HOURS_PER_DAY, Number, hours
+from diffusion.cost.bill import Bill, TrainingJob, TrainingPhase, make_bill, ways_to_pay
+from diffusion.cost.encoders import IN_STEP, OFFLINE, ONLINE, OnlineFleet, PricedEncoder, offline_from, online_fleet, text_warnings, ways_to_encode
+from diffusion.cost.facts import MEMORY_SHARE, Cluster, Counts, Facts, GpuMemory
+from diffusion.cost.formulas import HOURS_PER_DAY, Number, hours, is_uncertain, median, quantiles, spread_text
 from diffusion.cost.hardware import NOT_SUPPORTED, mfu, peak_flops
-from diffusion.cost.prices import RULES, Price
-from diffusion.cost.rates import Rate, RateError, RateSource
-from diffusion.cost.uncertain import is_uncertain, median, quantiles
-from diffusion.recipe import Duration
+from diffusion.cost.prices import RULES, CostRow, Price, Prices
+from diffusion.cost.throughput import Rate, RateError, RateSource
+from diffusion.recipe import AnyRecipe, AutoencoderRecipe, Duration
 from diffusion.recipe.averaging import profiles
 from diffusion.recipe.load import applies
-from diffusion.recipe.schema import Ema
+from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH
 
 # Above this share of the peak no step of SD2's U-Net can be expected in bf16, by a roofline of its operations: A100 70 %, H100, H200 and B200 60 %.
 ROOFLINE_MFU, ROOFLINE_MFU_A100 = 0.60, 0.70
@@ -59,18 +57,36 @@ class Column:
     phases: tuple[PhasePlan, ...] = ()
     errors: tuple[str, ...] = ()
 
-    @property
-    def job(self) -> TrainingJob:
-        return TrainingJob(tuple(phase.training for phase in self.phases), self.cluster.num_gpus)
+
+@dataclass(frozen=True)
+class ProjectPlan:
+    """Everything that is printed: rows, of which the bill has its own, and notes."""
+
+    cluster: Cluster  # that the bill is for
+    rows: tuple[CostRow, ...]
+    bill: Bill
+    warnings: tuple[str, ...]
+    not_counted: tuple[str, ...]  # what is missing in the bill and in the times of the steps, and how to have it counted
+    taken_for_certain: tuple[str, ...]  # images per second of the bill that nobody has measured or given, and that have no range
+    unfit: tuple[str, ...]
 
     @property
-    def gpu_hours(self) -> float:
-        """GPU-hours of the steps alone."""
-        return sum(phase.hours for phase in self.phases) * self.cluster.num_gpus
-
-    @property
-    def days(self) -> float:
-        return self.gpu_hours / self.cluster.num_gpus / HOURS_PER_DAY
+    def values(self) -> dict[str, Any]:
+        """The plan for machines: unrounded; uncertain numbers as [p10, p50, p90]."""
+        bill, cluster = self.bill, self.cluster
+        totals = {'dollars': bill.dollars, 'GPU-hours': bill.gpu_hours, 'wall hours': bill.wall_hours} | {one: bill.of(one) for one in bill.groups}
+        return {
+            'gpu': cluster.gpu,
+            'gpus_per_node': cluster.gpus_per_node,
+            'bill_gpus': cluster.num_gpus,
+            'price': asdict(bill.price),
+            'bill': [row.values | {'share': bill.share(row.dollars)} for row in bill.rows],
+            'totals': {name: quantiles(number) for name, number in totals.items()},
+            'rows': [row.values for row in self.rows],
+            'not_counted': self.not_counted,
+            'taken_for_certain': self.taken_for_certain,
+            'warnings': [*self.warnings, *self.unfit],
+        }
 
 
 def column(
@@ -78,35 +94,30 @@ def column(
 ) -> Column:
     """Plan the recipes on a cluster, with smaller micro-batches if need be, or say what is wrong with them there.
 
-    Args:
-        encoders: of each recipe (`encoder_of`).
-
     Raises:
         RateError: a rate that no GPU can reach.
     """
-    here = [facts.on(cluster.num_gpus) for facts in recipes]
+    here, num_gpus, phases = [facts.on(cluster.num_gpus) for facts in recipes], cluster.num_gpus, []
     errors = tuple(
-        f'{facts.name}: {error}'
-        for facts in here
-        for rule in RULES
-        if applies(rule, type(facts.recipe))
-        for error in rule(facts.recipe, cluster.num_gpus)
+        f'{facts.name}: {error}' for facts in here for rule in RULES if applies(rule, type(facts.recipe)) for error in rule(facts.recipe, num_gpus)
     )
     if errors:
         return Column(cluster, errors=errors)
-    phases = []
     for asked, facts, source, encoder in zip(recipes, here, sources, encoders, strict=True):
-        recipe, rate, micro_size = facts.recipe, source.rate(cluster.num_gpus), facts.recipe.batch.micro_size
-        share = mfu(rate.images_per_sec / cluster.num_gpus, facts.counts.flop, peak_flops(cluster.gpu))
+        recipe, rate, micro_size, peak = facts.recipe, source.rate(num_gpus), facts.recipe.batch.micro_size, peak_flops(cluster.gpu)
+        share = mfu(rate.images_per_sec / num_gpus, facts.counts.flop, peak)
         if share is not None and share > 1:
             raise RateError(
-                f'{facts.name}: {rate.images_per_sec:,.6g} images/s on {counted(cluster.num_gpus, "GPU")} ({rate.how}) would be an MFU of '
+                f'{facts.name}: {rate.images_per_sec:,.6g} images/s on {counted(num_gpus, "GPU")} ({rate.how}) would be an MFU of '
                 f'{share:.0%} of {cluster.gpu}: no GPU does more than its peak; give the images/s of all GPUs together at this resolution, '
                 'and their number (RATE@GPUS)'
             )
         fleet = online_fleet(facts, rate.images_per_sec if rate.draws is None else rate.draws, encoder, assumed)
-        rate = rate if fleet is None else fed_by(fleet, rate)
-        share = mfu(rate.images_per_sec / cluster.num_gpus, facts.counts.flop, peak_flops(cluster.gpu))
+        if fleet is not None and fleet.speed < 1 and fleet.encoder.rate is not None:  # training waits for its encoders
+            one, limited = fleet.encoder.rate, fleet.images_per_sec
+            note = f'by {counted(fleet.encoders.actors, "encoder")} of {one.amount} images/s ({one.how}); without a limit {rate.images_per_sec:,.6g}'
+            draws = limited if is_uncertain(limited) else None
+            rate = Rate(median(limited), 'limited', '; '.join(filter(None, [note, rate.note])), draws)
         images_per_sec = rate.images_per_sec if rate.draws is None else rate.draws
         training = TrainingPhase(
             name=facts.name,
@@ -121,40 +132,84 @@ def column(
             kind=recipe.data.kind,
             encoder=encoder,
             num_encoders=0 if fleet is None else fleet.encoders.actors,
-            score_hours=facts.score_hours(images_per_sec if fleet is None else fleet.unlimited, cluster.num_gpus),
+            score_hours=facts.score_hours(images_per_sec if fleet is None else fleet.unlimited, num_gpus),
         )
+        share = mfu(rate.images_per_sec / num_gpus, facts.counts.flop, peak)
         needs = '' if micro_size == asked.recipe.batch.micro_size else f'batch.micro_size={micro_size}'
         phases.append(PhasePlan(facts, source, rate, facts.memory(cluster), share, training, needs, fleet))
     return Column(cluster, tuple(phases))
 
 
-def fed_by(fleet: OnlineFleet, rate: Rate) -> Rate:
-    """Return the rate of training that waits for its encoders, if they are too few."""
-    if fleet.speed >= 1:
-        return rate
-    one = fleet.encoder.rate
-    assert one is not None  # or nothing would limit it
-    each = f'{counted(fleet.encoders.actors, "encoder")} of {one.amount} images/s ({one.how})'
-    note = f'by {each}; without a limit {rate.images_per_sec:,.6g}'
-    limited = fleet.images_per_sec
-    return Rate(median(limited), 'limited', '; '.join(filter(None, [note, rate.note])), limited if is_uncertain(limited) else None)
+def project_plan(
+    columns: Sequence[Column], chosen: Column, assumed: Assumptions, prices: Prices, price: Price, counts_of: Callable[[AnyRecipe], Counts]
+) -> ProjectPlan:
+    """Make all rows and notes of a plan, with the bill of the chosen column at the price of a GPU's hour."""
+    cluster, phases, rows, warnings = chosen.cluster, chosen.phases, list[CostRow](), list[str]()
+    gpu, num_gpus = cluster.gpu, cluster.num_gpus
+    job = TrainingJob(tuple(phase.training for phase in phases), num_gpus)
+    bill = make_bill(job, assumed, prices, price)
+    for phase in phases:
+        rows += _recipe_rows(phase)
+    for one in columns:
+        for phase in one.phases:
+            unfit = one is chosen and not phase.memory.fits
+            rows += _cluster_rows(phase, one.cluster, phase.facts.remedies(cluster, counts_of) if unfit else ())
+        gpu_hours = sum(phase.hours for phase in one.phases) * one.cluster.num_gpus
+        rows += [CostRow('steps alone', 'no plan', None, '', formula=error, num_gpus=one.cluster.num_gpus) for error in one.errors]
+        if one.phases:
+            days = gpu_hours / one.cluster.num_gpus / HOURS_PER_DAY
+            rows.append(CostRow('steps alone', 'nodes', one.cluster.num_nodes, 'nodes', num_gpus=one.cluster.num_gpus))
+            rows.append(CostRow('steps alone', 'days', days, 'days', num_gpus=one.cluster.num_gpus))
+            rows.append(CostRow('steps alone', 'training', gpu_hours, 'GPU-hour', price, num_gpus=one.cluster.num_gpus))
+    if gpu in NOT_SUPPORTED:
+        warnings.append(f'{gpu}: {NOT_SUPPORTED[gpu]}; this plan is arithmetic for a comparison')
+    warnings += [warning for phase in phases for warning in phase.source.warnings]
+    limit = ROOFLINE_MFU_A100 if gpu.startswith('a100') else ROOFLINE_MFU
+    warnings += [
+        f"{phase.facts.name} on {counted(one.cluster.num_gpus, 'GPU')}: an MFU of {phase.mfu:.0%} is above the roofline of SD2's U-Net on "
+        f'{gpu}, about {limit:.0%}: measure again before you believe it'
+        for one in columns
+        for phase in one.phases
+        if phase.mfu is not None and phase.mfu > limit
+    ]
+    for phase in phases:
+        checks = memory_checks(phase.facts, phase.source, cluster.gpu_gb)
+        rows += checks
+        warnings += [check.source for check in checks if check.source]
+    for phase in phases:
+        encoder = phase.training.encoder
+        assert encoder is not None
+        ways = ways_to_encode(phase.facts, phase.unlimited, num_gpus, encoder, price, assumed, prices, phase.rate.how)
+        epochs = {other: offline_from(ways, other, phase.facts.epochs) for other in (ONLINE, IN_STEP)}
+        rows += ways
+        rows += [
+            CostRow(OFFLINE, f'cheaper than {other}', epoch, 'epochs', recipe=phase.facts.name)
+            for other, epoch in epochs.items()
+            if epoch is not None
+        ]
+    warnings += [text for phase in phases if phase.fleet is not None for text in phase.fleet.warnings(phase.facts.name)]
+    warnings += [text for phase in phases for text in text_warnings(phase.facts)]
+    rows += ways_to_pay(job, assumed, prices, [price, *(offer for offer in prices.plans(gpu).values() if offer != price)])
+    not_counted, certain = list(bill.not_counted), list[str]()
+    for phase in phases:
+        name, rate, step_sec = phase.facts.name, phase.rate, phase.facts.recipe.batch.global_size / phase.rate.images_per_sec
+        if rate.how == 'assumed' and step_sec < SHORT_STEP_SEC:
+            not_counted.append(
+                f'{name}: what a step costs whatever its size (launching kernels, the loader): its {1000 * step_sec:,.2g} ms are '
+                'FLOP at an assumed share of the peak, which no small network reaches; measure it (benchmarks.throughput, --throughput FILE)'
+            )
+        if rate.draws is None and rate.how in ('assumed', 'scaled', 'predicted'):
+            certain.append(f'how wrong the images/s of {name} may be ({rate.how}{": " if rate.note else ""}{rate.note})')
+    unfit_here = [f'{phase.facts.name} does not fit on {num_gpus} {gpu}' for phase in phases if not phase.memory.fits]
+    unique = tuple(dict.fromkeys([*warnings, *bill.warnings]))
+    return ProjectPlan(cluster, tuple(rows), bill, unique, tuple(not_counted), tuple(certain), tuple(unfit_here))
 
 
-@dataclass(frozen=True)
-class MemoryCheck:
-    """An estimate next to a measured peak."""
-
-    name: str
-    num_gpus: int
-    estimated_bytes: int
-    measured_bytes: int
-    difference: float  # as a share of what was measured
-
-
-def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[MemoryCheck]:
+def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[CostRow]:
     """Estimate memory for the settings of a throughput file's rows, next to what was measured on GPUs (a CPU's peak is that of the process).
 
     Rows of another precision, or with activations computed twice where the recipe has them once, are left out: other activations were counted.
+    The quantity is the difference as a share of what was measured; the source of a row is a warning where that is too large.
     """
     recipe, checks = facts.recipe, []
     for (num_gpus, global_size), row in source.rows.items():
@@ -163,154 +218,132 @@ def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[Memor
         if peak is None or micro_size is None or not row.on_gpus or not alike:
             continue
         sharding: Any = row.text('sharding') or recipe.train.sharding
+        average = recipe.ema if profiles(recipe.ema) else replace(recipe.ema, half_life=Duration('1ba'))
         measured = replace(
             recipe,
             batch=replace(recipe.batch, global_size=global_size, micro_size=micro_size),
             train=replace(recipe.train, sharding=sharding),
-            ema=_with_average(recipe.ema) if row.row.get('ema') else replace(recipe.ema, half_life=None, sigma_rel=[]),
+            ema=average if row.row.get('ema') else replace(recipe.ema, half_life=None, sigma_rel=[]),
         )
         cluster = Cluster(row.text('device'), gpu_gb, num_gpus, per_node or num_gpus)
         estimated = replace(facts, recipe=measured).memory(cluster).total
-        checks.append(MemoryCheck(facts.name, num_gpus, estimated, peak, estimated / peak - 1))
+        difference, on_gpus, warning = estimated / peak - 1, f'{facts.name} on {counted(num_gpus, "GPU")}', ''
+        if abs(difference) > MEMORY_TOLERANCE:
+            warning = (
+                f'{on_gpus}: memory was estimated at {estimated / 1e9:,.1f} GB and measured at '
+                f'{peak / 1e9:,.1f} GB: {difference:+.0%} is more than {MEMORY_TOLERANCE:.0%}; believe the measurement'
+            )
+        text = f'memory checked: {on_gpus}: estimated {estimated / 1e9:,.2f} GB, measured {peak / 1e9:,.2f} GB, {difference:+.1%}'
+        checks += [
+            CostRow('memory checked', 'difference', difference, 'share', formula=text, source=warning, recipe=facts.name, num_gpus=num_gpus),
+            CostRow('memory checked', 'estimated', estimated, 'bytes', recipe=facts.name, num_gpus=num_gpus),
+            CostRow('memory checked', 'measured', peak, 'bytes', kind='measured', recipe=facts.name, num_gpus=num_gpus),
+        ]
     return checks
 
 
-def _with_average(ema: Ema) -> Ema:
-    return ema if profiles(ema) else replace(ema, half_life=Duration('1ba'))
+def _recipe_rows(phase: PhasePlan) -> Iterator[CostRow]:
+    """Yield what a recipe requires on any number of GPUs; rows with a formula are lines of the page."""
+    facts, recipe, counts, adapter = phase.facts, phase.facts.recipe, phase.facts.counts, phase.facts.recipe.adapter
+
+    def row(what: str, quantity: Number | None, unit: str, line: str = '', kind: str = 'counted', source: str = '') -> CostRow:
+        return CostRow('recipe', what, quantity, unit, formula=line, source=source, kind=kind, recipe=facts.name)
+
+    known, epochs = 'in the manifests' if facts.images_known else 'assumed', ''
+    if facts.epochs is not None:
+        epochs = f', {spread_text(facts.epochs, 2)} epochs of {spread_text(facts.num_images)} images ({known})'
+    yield row('resolution', facts.resolution, 'px', kind='given', source=recipe.data.kind)
+    line = f'{counted(facts.phase.num_samples, "sample")} = {facts.num_batches:,} steps x {recipe.batch.global_size:,}{epochs}'
+    yield row('trains on', facts.phase.num_samples, 'samples', line, kind='given')
+    yield row('steps', facts.num_batches, 'steps', kind='given')
+    yield row('images', facts.num_images, 'images', kind=known)
+    yield row('epochs', facts.epochs, 'epochs', kind=known)
+
+    others, trained = counts.trained_parameters - counts.num_parameters, ''
+    if others > 0:
+        trained = f', and {others:,} of its discriminator'
+    elif adapter is not None:
+        text = ' and of the text encoders' if adapter.text_encoders else ''
+        trained = f', frozen; trained are {counts.trained_parameters:,} of its adapter{text} (LoRA of rank {adapter.rank} on {adapter.targets})'
+    yield row('network', counts.num_parameters, 'parameters', f'{recipe.trained_network}, {counts.num_parameters:,} parameters{trained}')
+    yield row('trained', counts.trained_parameters, 'parameters')
+    flop = f'{counts.flop / 1e9:,.2f} GFLOP a sample, forward and backward (1 MAC = 2 FLOP); {facts.total_flop:.2e} in all'
+    yield row('FLOP', counts.flop, 'FLOP a sample', flop)
+    yield row('FLOP in all', facts.total_flop, 'FLOP')
+
+    encoders = counts.encoders
+    if isinstance(recipe, AutoencoderRecipe):
+        named = (('perceptual network', recipe.autoencoder.perceptual), ('discriminator', recipe.autoencoder.adversarial))
+        counted_too = ' and '.join(f'the {name}' for name, section in named if section is not None)
+        text = f'none; the FLOP are with {counted_too}' if counted_too else 'none'
+    elif encoders is None:
+        text = (
+            'not counted: their architecture is not known without their weights (name a folder in the diffusers layout); '
+            f'assumed are {PIXELS_PER_LATENT} pixels per latent along a side and captions of {TEXT_LENGTH} tokens'
+        )
+    else:
+        vae = f' and VAE {encoders.vae_flop / 1e9:,.1f} GFLOP' if facts.encodes_images else ''
+        passes = 'forward, and through the text encoders back' if adapter is not None and adapter.text_encoders else 'forward'
+        text = (
+            f'in each step, {passes}: text {encoders.text_flop / 1e9:,.1f} GFLOP ({encoders.text_parameters / 1e6:,.0f} million parameters){vae} '
+            f'a sample; {(facts.encoder_flop or 0) / counts.flop:.1%} of the network, not in its MFU'
+        )
+    yield row('encoders', facts.encoder_flop, 'FLOP a sample', text)
+    yield row('text encoder', encoders and encoders.text_flop, 'FLOP a sample')
+    yield row('VAE', encoders.vae_flop if encoders and facts.encodes_images else None, 'FLOP a sample')
 
 
-@dataclass(frozen=True)
-class ProjectPlan:
-    """Everything that is printed."""
+def _cluster_rows(phase: PhasePlan, cluster: Cluster, remedies: Sequence[str]) -> Iterator[CostRow]:
+    """Yield what a recipe requires and does on a cluster; rows with a formula are lines of the page."""
+    facts, rate, training, memory, fleet = phase.facts, phase.rate, phase.training, phase.memory, phase.fleet
+    recipe, gpus, sample_bytes = facts.recipe, counted(cluster.num_gpus, 'GPU'), phase.training.sample_bytes
 
-    columns: tuple[Column, ...]  # one per number of GPUs
-    chosen: Column  # that the bill is for
-    remedies: tuple[tuple[str, ...], ...]  # for each recipe that does not fit there, overrides with which it does
-    checks: tuple[MemoryCheck, ...]
-    bill: Bill
-    encoding: tuple[EncodingWays, ...]  # of the phases that encode, or could
-    show_encoding: bool  # their table on the page
-    headroom: float  # of encoders next to training
-    outcomes: tuple[PlanOutcome, ...]  # of the training there under each price plan
-    deadline_days: float | None = None  # that their probabilities are of
+    def row(
+        what: str, quantity: Number | None, unit: str, line: str = '', kind: str = 'predicted', group: str = 'recipe', source: str = ''
+    ) -> CostRow:
+        return CostRow(group, what, quantity, unit, formula=line, source=source, kind=kind, recipe=facts.name, num_gpus=cluster.num_gpus)
 
-    @property
-    def taken_for_certain(self) -> list[str]:
-        """Images per second of the bill that nobody has measured or given, and that have no range."""
-        return [
-            f'how wrong the images/s of {phase.facts.name} may be ({phase.rate.how}{": " if phase.rate.note else ""}{phase.rate.note})'
-            for phase in self.chosen.phases
-            if phase.rate.draws is None and phase.rate.how in ('assumed', 'scaled', 'predicted')
-        ]
+    if fleet is not None:
+        yield row('elsewhere', fleet.encoders.actors, 'encoders', str(fleet), kind='given')
+        yield row('encoders that keep up', fleet.num_needed, 'encoders')
+        yield row('without a limit', fleet.unlimited, 'images/s')
+        yield row('speed of training', fleet.speed, 'share')
+        yield from (row(f'traffic {way}', amount, 'MB/s') for way, amount in zip(('out', 'back'), fleet.mb_per_sec, strict=True))
 
-    @property
-    def not_counted(self) -> list[str]:
-        """What is missing in the bill and in the times of the steps, and how to have it counted."""
-        found = list(self.bill.not_counted)
-        for phase in self.chosen.phases:
-            step_sec = phase.facts.recipe.batch.global_size / phase.rate.images_per_sec
-            if phase.rate.how == 'assumed' and step_sec < SHORT_STEP_SEC:
-                found.append(
-                    f'{phase.facts.name}: what a step costs whatever its size (launching kernels, the loader): its {1000 * step_sec:,.2g} ms are '
-                    'FLOP at an assumed share of the peak, which no small network reaches; measure it (benchmarks.throughput, --throughput FILE)'
-                )
-        return found
+    how = f'{recipe.train.sharding}, {recipe.train.precision}' + (', activations computed twice' if recipe.train.checkpoint_activations else '')
+    auto = ' (auto: the largest that should fit)' if recipe.batch.micro_size == 'auto' else ''
+    verdict = f'{"fits" if memory.fits else "does not fit"} into {MEMORY_SHARE:.0%} of {cluster.gpu_gb:g} GB of {cluster.gpu}'
+    if not memory.fits:
+        verdict += f': set {" or ".join(remedies)}' if remedies else ': take a larger GPU'
+    total = f'{memory.total / 1e9:,.1f} GB a GPU ({how}, micro-batch {memory.micro_size}{auto}, {gpus}); {verdict}'
+    yield row('memory', memory.total, 'bytes a GPU', total)
+    width = max(len(name) for name in memory.parts)
+    for name, num_bytes in memory.parts.items():
+        each = f'  = {memory.micro_size} x {facts.per_sample_bytes / 1e6:,.0f} MB' if name == 'activations' else ''
+        yield row(name, num_bytes, 'bytes a GPU', f'  {name:<{width}} {num_bytes / 1e9:6,.2f} GB{each}', group='memory')
 
-    @property
-    def unfit(self) -> list[str]:
-        cluster = self.chosen.cluster
-        return [f'{phase.facts.name} does not fit on {cluster.num_gpus} {cluster.gpu}' for phase in self.chosen.phases if not phase.memory.fits]
+    if recipe.data.kind == 'synthetic':
+        yield row('loader', 0.0, 'bytes/s a node', 'synthetic data: nothing is read or stored')
+    else:
+        per_node = spread_text(sample_bytes * rate.images_per_sec / cluster.num_nodes / 1e6)
+        nodes = counted(cluster.num_nodes, 'node')
+        line = f'{spread_text(sample_bytes)} bytes a sample x {rate.images_per_sec:,.6g} images/s / {nodes} = {per_node} MB/s a node'
+        yield row('loader', median(sample_bytes) * rate.images_per_sec / cluster.num_nodes, 'bytes/s a node', line)
+        if facts.num_images is not None:
+            terabytes = sample_bytes * facts.num_images / 1e12
+            yield row('dataset', terabytes, 'TB', f'{spread_text(terabytes)} TB')
+    size = facts.checkpoint_bytes
+    written = f'{size / 1e9:,.1f} GB' if size >= 1e9 else f'{size / 1e6:,.0f} MB'
+    yield row('checkpoints', training.num_checkpoints, 'checkpoints', f'{written} each, {training.num_checkpoints} kept')
+    yield row('checkpoint', size, 'bytes')
+    if (samples := facts.samples) is not None and facts.num_scores:
+        share = f'{spread_text(100 * median(training.score_hours / training.hours), 2)} % of the time of the steps'
+        how = f'{samples.count:,} images at guidance {samples.guidance:g} in {samples.steps} steps'
+        yield row('scores', facts.num_scores, 'times', f'{facts.num_scores:,} x {how}: {share}, if drawing reaches their FLOP/s')
+    yield row('throughput', rate.images_per_sec, 'images/s', phase.source.text, rate.how, source=rate.note)
 
-    @property
-    def warnings(self) -> list[str]:
-        gpu = self.chosen.cluster.gpu
-        found = [f'{gpu}: {NOT_SUPPORTED[gpu]}; this plan is arithmetic for a comparison'] if gpu in NOT_SUPPORTED else []
-        found += [warning for phase in self.chosen.phases for warning in phase.source.warnings]
-        limit = ROOFLINE_MFU_A100 if gpu.startswith('a100') else ROOFLINE_MFU
-        found += [
-            f"{phase.facts.name} on {counted(column.cluster.num_gpus, 'GPU')}: an MFU of {phase.mfu:.0%} is above the roofline of SD2's U-Net on "
-            f'{gpu}, about {limit:.0%}: measure again before you believe it'
-            for column in self.columns
-            for phase in column.phases
-            if phase.mfu is not None and phase.mfu > limit
-        ]
-        found += [
-            f'{check.name} on {counted(check.num_gpus, "GPU")}: memory was estimated at {check.estimated_bytes / 1e9:,.1f} GB and measured at '
-            f'{check.measured_bytes / 1e9:,.1f} GB: {check.difference:+.0%} is more than {MEMORY_TOLERANCE:.0%}; believe the measurement'
-            for check in self.checks
-            if abs(check.difference) > MEMORY_TOLERANCE
-        ]
-        found += [text for phase in self.chosen.phases if phase.fleet is not None for text in fleet_warnings(phase.facts.name, phase.fleet)]
-        found += [text for phase in self.chosen.phases for text in text_warnings(phase.facts)]
-        found += self.bill.warnings
-        return list(dict.fromkeys(found))
-
-
-def plan_json(plan: ProjectPlan) -> dict[str, Any]:
-    """The plan for machines: unrounded; uncertain numbers as [p10, p50, p90]."""
-    cluster, price = plan.chosen.cluster, plan.bill.plan.price
-    return {
-        'gpu': cluster.gpu,
-        'gpus_per_node': cluster.gpus_per_node,
-        'price': asdict(price),
-        'recipes': [_recipe(phase) for phase in plan.chosen.phases],
-        'gpu_counts': [_column(column, price) for column in plan.columns],
-        'bill_gpus': cluster.num_gpus,
-        'bill': bill_json(plan.bill),
-        'encoding': ways_json(plan.encoding),
-        'not_counted': plan.not_counted,
-        'taken_for_certain': plan.taken_for_certain,
-        'deadline_days': plan.deadline_days,
-        'plans': [
-            asdict(outcome) | {'wall_hours': quantiles(outcome.wall_hours), 'dollars': quantiles(outcome.dollars)} for outcome in plan.outcomes
-        ],
-        'memory_checks': [asdict(check) | {'difference': check.difference} for check in plan.checks],
-        'warnings': [*plan.warnings, *plan.unfit],
-    }
-
-
-def _recipe(phase: PhasePlan) -> dict[str, Any]:
-    facts, encoders = phase.facts, phase.facts.counts.encoders
-    return {
-        'name': facts.name,
-        'network': facts.recipe.trained_network,
-        'resolution': facts.resolution,
-        'kind': facts.recipe.data.kind,
-        'num_samples': facts.phase.num_samples,
-        'num_steps': facts.num_batches,
-        'num_images': None if facts.num_images is None else quantiles(facts.num_images),
-        'epochs': None if facts.epochs is None else quantiles(facts.epochs),
-        'num_parameters': facts.counts.num_parameters,
-        'trained_parameters': facts.counts.trained_parameters,
-        'flop_per_sample': facts.counts.flop,
-        'total_flop': facts.total_flop,
-        'text_flop_per_sample': encoders.text_flop if encoders else None,
-        'vae_flop_per_sample': encoders.vae_flop if encoders and facts.encodes_images else None,
-        'checkpoint_bytes': facts.checkpoint_bytes,
-        'num_checkpoints': phase.training.num_checkpoints,
-        'throughput': phase.source.text,
-    }
-
-
-def _column(column: Column, price: Price) -> dict[str, Any]:
-    counts = {'num_gpus': column.cluster.num_gpus, 'num_nodes': column.cluster.num_nodes}
-    if column.errors:
-        return {**counts, 'errors': list(column.errors)}
-    phases = [
-        {
-            'name': phase.facts.name,
-            'images_per_sec': phase.rate.images_per_sec,
-            'origin': phase.rate.how,
-            'note': phase.rate.note,
-            'mfu': phase.mfu,
-            'hours': phase.hours,
-            'micro_size': phase.memory.micro_size,
-            'needs': phase.needs or None,
-            'memory_bytes': {**phase.memory.parts, 'total': phase.memory.total},
-            'fits': phase.memory.fits,
-            'encoders': None if phase.fleet is None else fleet_json(phase.fleet),
-            'loader_bytes_per_sec_per_node': median(phase.training.sample_bytes) * phase.rate.images_per_sec / column.cluster.num_nodes,
-        }
-        for phase in column.phases
-    ]
-    return {**counts, 'phases': phases, 'days': column.days, 'gpu_hours': column.gpu_hours, 'dollars': column.gpu_hours * price.dollars}
+    yield row('MFU', phase.mfu, 'share', group='steps alone')
+    yield row('micro-batch', memory.micro_size, 'samples', group='steps alone', source='' if memory.fits else 'does not fit')
+    yield row('hours', phase.hours, 'hours', group='steps alone')
+    if phase.needs:
+        yield row('needs', memory.micro_size, 'samples', f"{facts.name}: needs {phase.needs}, a GPU's share of the batch", group='steps alone')

@@ -30,10 +30,7 @@ class PublishedThroughput:
         return run_hours(phases, self.images_per_sec)
 
     def dollars(self, phases: Sequence[Phase]) -> float:
-        """
-        Raises:
-            ValueError: the source names no price.
-        """
+        """Price of the phases; ValueError if the source names no price of a GPU-hour."""
         if self.price_per_gpu_hour is None:
             raise ValueError(f'{self.source} names no price of a GPU-hour: take one of diffusion/cost/prices.yaml')
         return self.hours(phases) * self.num_gpus * self.price_per_gpu_hour

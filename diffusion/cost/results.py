@@ -66,11 +66,7 @@ class Result:
 
     @property
     def point(self) -> ScalingPoint:
-        """Point to fit a scaling law to.
-
-        Raises:
-            ValueError: the row is not that of a rated point of a sweep.
-        """
+        """Point to fit a scaling law to. Raises ValueError: the row is not that of a rated point of a sweep."""
         num_gpus, global_size, images_per_sec = self.count('num_gpus'), self.count('global_size'), self.images_per_sec
         if num_gpus is None or global_size is None or images_per_sec is None:
             raise ValueError(f'{self.label}: {self.status}')
@@ -126,11 +122,7 @@ class Results:
 
 
 def read_results(paths: Sequence[Path]) -> Results:
-    """Read some result files together.
-
-    Raises:
-        ResultError: a file is not there, cannot be read, is not JSON, or none has a row of BENCHMARKS.
-    """
+    """Read some result files together. Raises ResultError: a file is not there, cannot be read, is not JSON, or none has a row of BENCHMARKS."""
     latest: dict[str, Result] = {}
     num_rows = num_unread = 0
     others = set[str]()  # in words

@@ -146,11 +146,7 @@ class ScalingFit:
         )  # fmt: skip
 
     def quantiles(self, num_gpus: int, global_size: int, shares: np.ndarray) -> np.ndarray:
-        """Images per second that one more measurement stays below with these probabilities (0..1); infinite where only a step without a length does.
-
-        Raises:
-            ValueError: no degree of freedom is left to say so.
-        """
+        """Images per second that one more measurement stays below with these probabilities (0..1); infinite where only a step of no length does."""
         if not self.degrees_of_freedom:
             raise ValueError(f'{len(self.points)} points for {len(self.active)} terms leave no degree of freedom')
         from scipy.special import stdtrit  # here, as commands that only read arguments import this module
@@ -222,11 +218,7 @@ class ScalingFit:
 def fit(points: Sequence[ScalingPoint], gpus_per_node: int = 8, without: Sequence[ScalingPoint] = ()) -> ScalingFit:
     """The law with the smallest sum of squared relative errors of the steps' seconds; of laws that fit alike, the one with fewer or earlier terms.
 
-    Args:
-        without: points to leave out, such as `outliers`.
-
-    Raises:
-        ValueError: no point is left, or a node has no GPU.
+    Points `without`, such as `outliers`, are left out; ValueError if none is left, or a node has no GPU.
     """
     if gpus_per_node < 1:
         raise ValueError(f'{gpus_per_node} GPUs a node: a node has at least 1')

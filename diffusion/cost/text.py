@@ -2,20 +2,13 @@
 
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from diffusion.common.text import counted, markdown_table
-from diffusion.cost.bill import Bill, PlanOutcome
-from diffusion.cost.encoders import NO_PRICE, fleet_text
-from diffusion.cost.encoding import IN_STEP, OFFLINE, ONLINE, EncodingWays
-from diffusion.cost.facts import Cluster, Facts
-from diffusion.cost.formulas import HOURS_PER_DAY, Number
-from diffusion.cost.memory import MEMORY_SHARE
-from diffusion.cost.prices import Price
-from diffusion.cost.project import Column, PhasePlan, ProjectPlan
-from diffusion.cost.uncertain import is_uncertain, median, quantiles, spread_text, two_digits
-from diffusion.recipe import AutoencoderRecipe
-from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH
+from diffusion.cost.bill import Bill
+from diffusion.cost.encoders import IN_STEP, OFFLINE, ONLINE
+from diffusion.cost.formulas import HOURS_PER_DAY, Number, is_uncertain, median, quantiles, spread_text, two_digits
+from diffusion.cost.prices import CostRow
+from diffusion.cost.project import ProjectPlan
 
 WIDTH = 120
 CENT = 0.01  # dollars
@@ -23,189 +16,78 @@ PEOPLE_SHARE = 0.5  # of a bill, above which it is printed
 
 
 def plan_text(plan: ProjectPlan) -> str:
-    """Write the whole page: each recipe, the table over GPUs, the bill, the price plans."""
-    cluster, bill = plan.chosen.cluster, plan.bill
-    on_gpus = f'on {counted(cluster.num_gpus, "GPU")}'
+    """Write the whole page: each recipe, the tables over GPUs, the bill, the ways to pay."""
+    cluster, bill = plan.cluster, plan.bill
+    on_gpus, recipes = f'on {counted(cluster.num_gpus, "GPU")}', [row for row in plan.rows if row.what == 'resolution']
     parts = [
-        f'# Plan: {", then ".join(phase.facts.name for phase in plan.chosen.phases)}',
+        f'# Plan: {", then ".join(row.recipe for row in recipes)}',
         f'Nothing here was measured by this command. GPU {cluster.gpu}, {cluster.gpus_per_node} a node.',
     ]
-    for phase, remedies in zip(plan.chosen.phases, plan.remedies, strict=True):
-        parts += recipe_text(phase, cluster, remedies)
-    checks = [
-        f'memory checked: {check.name} on {counted(check.num_gpus, "GPU")}: estimated {check.estimated_bytes / 1e9:,.2f} GB, measured '
-        f'{check.measured_bytes / 1e9:,.2f} GB, {check.difference:+.1%}'
-        for check in plan.checks
-    ]
-    notes = [*notes_text(plan.columns), *checks, *(f'warning: {warning}' for warning in plan.warnings)]
-    wall_days = spread_text(bill.wall_hours / HOURS_PER_DAY, 2)
+    for recipe in recipes:
+        own = [row for row in plan.rows if row.recipe == recipe.recipe and row.num_gpus in (None, cluster.num_gpus) and row.formula]
+        lines = [f'{"" if row.group == "memory" else row.what:<12}{row.formula}' for row in own if row.group in ('recipe', 'memory')]
+        parts += [f'## {recipe.recipe}: {recipe.quantity} px, {recipe.source}', _lines(lines, ' ' * 12)]
+    checks = [row.formula for row in plan.rows if row.group == 'memory checked' and row.formula]
     parts += [
-        f'## Time and money of the steps alone, at {bill.plan.price}',
-        counts_text(plan.columns, bill.plan.price),
-        _lines(notes),
-        f'## The bill {on_gpus}: {wall_days} days with evaluation, saves, failures and restarts',
+        f'## Time and money of the steps alone, at {bill.price}',
+        *_counts_tables(plan.rows),
+        _lines([*_notes(plan.rows), *checks, *(f'warning: {warning}' for warning in plan.warnings)]),
+        f'## The bill {on_gpus}: {spread_text(bill.wall_hours / HOURS_PER_DAY, 2)} days with evaluation, saves, failures and restarts',
         bill_table(bill),
         groups_table(bill),
-        _lines([people_text(bill)]),
+        _lines(_people(bill)),
         _lines([f'not counted: {text}' for text in plan.not_counted]),
         _lines([f'not in these ranges: {text}' for text in plan.taken_for_certain]),
-        '' if plan.show_encoding else _lines(_pointer(plan.encoding)),
-        _lines(['By the formulas:', *(f'  {line.name}: {line.formula}' for line in bill.lines)]),
-        _lines(['At these prices:', *dict.fromkeys(f'  {line.price}' for line in bill.lines)]),
-        *_encoding(plan),
+        _lines(_ways_to_encode(plan.rows)),
+        _lines(['By the formulas:', *(f'  {row.what}: {row.formula}' for row in bill.rows)]),
+        _lines(['At these prices:', *dict.fromkeys(f'  {row.price}' for row in bill.rows)]),
         f'## Training alone {on_gpus}, by price plan',
-        plans_table(plan.outcomes, plan.deadline_days),
+        plans_table([row for row in plan.rows if row.group == 'ways to pay']),
     ]
     return '\n\n'.join(part for part in parts if part)
-
-
-def _encoding(plan: ProjectPlan) -> list[str]:
-    if not (plan.show_encoding and plan.encoding):
-        return []
-    on_gpus = counted(plan.chosen.cluster.num_gpus, 'GPU')
-    texts = encoding_text(plan.encoding, plan.headroom)
-    return [f'## Encoding: in step, online, offline ({on_gpus}, the steps alone)', encoding_table(plan.encoding), _lines(texts)]
-
-
-def _pointer(phases: Sequence[EncodingWays]) -> list[str]:
-    totals = {
-        name: sum(way.dollars for one in phases for way in one.ways if way.name == name)
-        for name in (OFFLINE, ONLINE, IN_STEP)
-        if phases and all(one.way(name) is not None for one in phases)
-    }
-    if OFFLINE not in totals:
-        return []
-    texts = [f'{name} {dollars_text(dollars)}' for name, dollars in totals.items()]
-    return [f'steps with encoding, {", ".join(texts)}: --encoding shows how']
 
 
 def _lines(texts: Sequence[str], indent: str = '    ') -> str:
     return '\n'.join(textwrap.fill(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False) for text in texts)
 
 
-def recipe_text(phase: PhasePlan, cluster: Cluster, remedies: Sequence[str]) -> list[str]:
-    """Write the requirements of one recipe on the cluster of the bill: a heading, and a line per subject."""
-    facts, recipe = phase.facts, phase.facts.recipe
-    known = 'in the manifests' if facts.images_known else 'assumed'
-    epochs = '' if facts.epochs is None else f', {spread_text(facts.epochs, 2)} epochs of {spread_text(facts.num_images)} images ({known})'
-    lines = [
-        f'trains on   {counted(facts.phase.num_samples, "sample")} = {facts.num_batches:,} steps x {recipe.batch.global_size:,}{epochs}',
-        f'network     {recipe.trained_network}, {facts.counts.num_parameters:,} parameters{_adapter(facts)}',
-        f'FLOP        {facts.counts.flop / 1e9:,.2f} GFLOP a sample, forward and backward (1 MAC = 2 FLOP); {facts.total_flop:.2e} in all',
-        f'encoders    {_encoders(facts)}',
-        *([f'elsewhere   {fleet_text(phase.fleet)}'] if phase.fleet is not None else []),
-        *_memory(phase, cluster, remedies),
-        *_loader(phase, cluster),
-        f'checkpoints {_size(facts.checkpoint_bytes)} each, {phase.training.num_checkpoints} kept',
-        *_scores(phase),
-        f'throughput  {phase.source.text}',
-    ]
-    return [f'## {facts.name}: {facts.resolution} px, {recipe.data.kind}', _lines(lines, ' ' * 12)]
-
-
-def _scores(phase: PhasePlan) -> list[str]:
-    facts, samples = phase.facts, phase.facts.samples
-    if samples is None or not facts.num_scores:
-        return []
-    share = f'{spread_text(100 * median(phase.training.score_hours / phase.training.hours), 2)} % of the time of the steps'
-    how = f'{samples.count:,} images at guidance {samples.guidance:g} in {samples.steps} steps'
-    return [f'scores      {facts.num_scores:,} x {how}: {share}, if drawing reaches their FLOP/s']
-
-
-def _adapter(facts: Facts) -> str:
-    adapter, others = facts.recipe.adapter, facts.counts.trained_parameters - facts.counts.num_parameters
-    if others > 0:
-        return f', and {others:,} of its discriminator'
-    if adapter is None:
-        return ''
-    text = ' and of the text encoders' if adapter.text_encoders else ''
-    return f', frozen; trained are {facts.counts.trained_parameters:,} of its adapter{text} (LoRA of rank {adapter.rank} on {adapter.targets})'
-
-
-def _size(num_bytes: int) -> str:
-    return f'{num_bytes / 1e9:,.1f} GB' if num_bytes >= 1e9 else f'{num_bytes / 1e6:,.0f} MB'
-
-
-def _encoders(facts: Facts) -> str:
-    encoders = facts.counts.encoders
-    if isinstance(facts.recipe, AutoencoderRecipe):
-        losses = facts.recipe.autoencoder
-        named = (('perceptual network', losses.perceptual), ('discriminator', losses.adversarial))
-        counted_too = ' and '.join(f'the {name}' for name, section in named if section is not None)
-        return f'none; the FLOP are with {counted_too}' if counted_too else 'none'
-    if encoders is None:
-        return (
-            'not counted: their architecture is not known without their weights (name a folder in the diffusers layout); '
-            f'assumed are {PIXELS_PER_LATENT} pixels per latent along a side and captions of {TEXT_LENGTH} tokens'
-        )
-    text = f'text {encoders.text_flop / 1e9:,.1f} GFLOP ({encoders.text_parameters / 1e6:,.0f} million parameters)'
-    vae = f' and VAE {encoders.vae_flop / 1e9:,.1f} GFLOP' if facts.encodes_images else ''
-    share, adapter = (facts.encoder_flop or 0) / facts.counts.flop, facts.recipe.adapter
-    passes = 'forward, and through the text encoders back' if adapter is not None and adapter.text_encoders else 'forward'
-    return f'in each step, {passes}: {text}{vae} a sample; {share:.1%} of the network, not in its MFU'
-
-
-def _memory(phase: PhasePlan, cluster: Cluster, remedies: Sequence[str]) -> list[str]:
-    memory, train = phase.memory, phase.facts.recipe.train
-    how = f'{train.sharding}, {train.precision}' + (', activations computed twice' if train.checkpoint_activations else '')
-    auto = ' (auto: the largest that should fit)' if phase.facts.recipe.batch.micro_size == 'auto' else ''
-    verdict = f'{"fits" if memory.fits else "does not fit"} into {MEMORY_SHARE:.0%} of {cluster.gpu_gb:g} GB of {cluster.gpu}'
-    if not memory.fits:
-        verdict += f': set {" or ".join(remedies)}' if remedies else ': take a larger GPU'
-    width = max(len(name) for name in memory.parts)
-    each = f'  = {memory.micro_size} x {phase.facts.per_sample_bytes / 1e6:,.0f} MB'
-    gpus = counted(cluster.num_gpus, 'GPU')
-    return [
-        f'memory      {memory.total / 1e9:,.1f} GB a GPU ({how}, micro-batch {memory.micro_size}{auto}, {gpus}); {verdict}',
-        *(
-            f'              {name:<{width}} {num_bytes / 1e9:6,.2f} GB{each if name == "activations" else ""}'
-            for name, num_bytes in memory.parts.items()
-        ),
-    ]
-
-
-def _loader(phase: PhasePlan, cluster: Cluster) -> list[str]:
-    facts, rate, sample_bytes = phase.facts, phase.rate.images_per_sec, phase.training.sample_bytes
-    if facts.recipe.data.kind == 'synthetic':
-        return ['loader      synthetic data: nothing is read or stored']
-    nodes = counted(cluster.num_nodes, 'node')
-    per_node = spread_text(sample_bytes * rate / cluster.num_nodes / 1e6)
-    lines = [f'loader      {spread_text(sample_bytes)} bytes a sample x {rate:,.6g} images/s / {nodes} = {per_node} MB/s a node']
-    return lines if facts.num_images is None else [*lines, f'dataset     {spread_text(sample_bytes * facts.num_images / 1e12)} TB']
-
-
-def counts_text(columns: Sequence[Column], price: Price) -> str:
+def _counts_tables(rows: Sequence[CostRow]) -> list[str]:
     """Write a table per recipe, and one of their sum: the steps alone, without encoding, saves and restarts, which the bill adds."""
-    sound = [column for column in columns if column.phases]
+    found = {(row.recipe, row.num_gpus, row.what): row for row in rows if row.group in ('recipe', 'steps alone')}
     tables = []
-    for i in range(len(sound[0].phases) if sound else 0):
-        rows: list[list[Any]] = []
-        for column in sound:
-            phase = column.phases[i]
-            rows.append([
-                str(column.cluster.num_gpus),
-                f'{phase.rate.images_per_sec:,.0f}' if phase.rate.images_per_sec >= 100 else f'{phase.rate.images_per_sec:,.2f}',
-                phase.rate.how,
-                'unknown' if phase.mfu is None else f'{phase.mfu:.1%}',
-                f'{phase.memory.micro_size}{"" if phase.memory.fits else " does not fit"}',
-                f'{phase.hours:,.1f}',
+    for recipe in dict.fromkeys(row.recipe for row in rows if row.what == 'resolution'):
+        cells = []
+        for rate in (row for row in rows if row.recipe == recipe and row.what == 'throughput'):
+            mfu, micro, hours = (found[recipe, rate.num_gpus, what] for what in ('MFU', 'micro-batch', 'hours'))
+            cells.append([
+                str(rate.num_gpus),
+                f'{rate.quantity:,.0f}' if rate.quantity >= 100 else f'{rate.quantity:,.2f}',
+                rate.kind,
+                'unknown' if mfu.quantity is None else f'{mfu.quantity:.1%}',
+                f'{micro.quantity} {micro.source}'.strip(),
+                f'{hours.quantity:,.1f}',
             ])  # fmt: skip
-        tables.append(markdown_table(['GPUs', f'images/s, {sound[0].phases[i].facts.name}', 'from:', 'MFU', 'micro', 'hours'], rows))
-    totals = [[str(one.cluster.num_gpus), f'{one.days:,.2f}', f'{one.gpu_hours:,.0f}', dollars_text(one.gpu_hours * price.dollars)] for one in sound]
-    return '\n\n'.join([*tables, markdown_table(['GPUs', 'days', 'GPU-hours', 'dollars'], totals)]) if sound else ''
+        tables.append(markdown_table(['GPUs', f'images/s, {recipe}', 'from:', 'MFU', 'micro', 'hours'], cells))
+    totals = [
+        [str(row.num_gpus), f'{found["", row.num_gpus, "days"].quantity:,.2f}', f'{row.quantity:,.0f}', dollars_text(row.dollars)]
+        for row in rows
+        if (row.group, row.what) == ('steps alone', 'training')
+    ]
+    return [*tables, markdown_table(['GPUs', 'days', 'GPU-hours', 'dollars'], totals)]
 
 
-def notes_text(columns: Sequence[Column]) -> list[str]:
+def _notes(rows: Sequence[CostRow]) -> list[str]:
     """Write the reach of predictions, other micro-batches that recipes need, and errors on other numbers of GPUs."""
-    where: dict[str, list[int]] = {}  # numbers of GPUs, by note
-    for column in columns:
-        notes = [f'no plan: {error}' for error in column.errors]
-        for phase in column.phases:
-            notes += [f'{phase.facts.name}: {phase.rate.how}: {phase.rate.note}'] if phase.rate.note else []
-            notes += [f"{phase.facts.name}: needs {phase.needs}, a GPU's share of the batch"] if phase.needs else []
-        for note in notes:
-            where.setdefault(note, []).append(column.cluster.num_gpus)
-    return [f'{", ".join(map(str, counts))} GPU{"" if counts == [1] else "s"}: {note}' for note, counts in where.items()]
+    where: dict[str, list[str]] = {}  # numbers of GPUs, by note
+    notes = []
+    for row in rows:
+        if row.what == 'throughput' and row.source:
+            notes.append((row, f'{row.recipe}: {row.kind}: {row.source}'))
+        elif row.group == 'steps alone' and row.formula:
+            notes.append((row, f'no plan: {row.formula}' if row.what == 'no plan' else row.formula))
+    for row, note in notes:
+        where.setdefault(note, []).append(str(row.num_gpus))
+    return [f'{", ".join(counts)} GPU{"" if counts == ["1"] else "s"}: {note}' for note, counts in where.items()]
 
 
 def dollars_text(amount: Number) -> str:
@@ -219,22 +101,22 @@ def dollars_text(amount: Number) -> str:
 
 
 def bill_table(bill: Bill) -> str:
-    """Write every line, the total last. Medians do not add up: the total's p50 is that of the sums. Lines of less than a cent are one row."""
-    rows, small = [], []
-    for line in bill.lines:
-        if 0 < quantiles(line.dollars)[2] < CENT:
-            small.append(line)
+    """Write every row, the total last. Medians do not add up: the total's p50 is that of the sums. Rows of less than a cent are one."""
+    cells, small = [], []
+    for row in bill.rows:
+        if 0 < quantiles(row.dollars)[2] < CENT:
+            small.append(row)
             continue
-        quantity = two_digits(median(line.quantity)) if is_uncertain(line.quantity) else spread_text(line.quantity)
-        rows.append((line.name, quantity, line.price.unit, line.price.amount, *_amounts(bill, line.dollars)))
+        quantity = two_digits(median(row.quantity)) if is_uncertain(row.quantity) else spread_text(row.quantity)
+        cells.append((row.what, quantity, row.unit, row.price.amount if row.price else '', *_amounts(bill, row.dollars)))
     if small:
-        rows.append((f'{counted(len(small), "line")} below a cent', '', '', '', *_amounts(bill, sum(line.dollars for line in small))))
-    rows.append(('total', '', '', '', *_amounts(bill, bill.dollars)))
-    return markdown_table(('what', 'quantity', 'unit:', 'unit price', *_titles(bill)), rows)
+        cells.append((f'{counted(len(small), "line")} below a cent', '', '', '', *_amounts(bill, sum(row.dollars for row in small))))
+    cells.append(('total', '', '', '', *_amounts(bill, bill.dollars)))
+    return markdown_table(('what', 'quantity', 'unit:', 'unit price', *_titles(bill)), cells)
 
 
 def groups_table(bill: Bill) -> str:
-    """Write the sums of lines that belong together, whose percentiles are not the sums of theirs."""
+    """Write the sums of rows that belong together, whose percentiles are not the sums of theirs."""
     return markdown_table(('part', *_titles(bill)), [(group, *_amounts(bill, bill.of(group))) for group in bill.groups])
 
 
@@ -252,92 +134,36 @@ def _amounts(bill: Bill, dollars: Number) -> list[str]:
     return [*texts, f'{bill.share(dollars):.1%}']
 
 
-def people_text(bill: Bill) -> str:
-    """Warn where people's work, which is assumed for a whole project, is most of the bill; empty elsewhere."""
+def _people(bill: Bill) -> list[str]:
+    """Warn where people's work, which is assumed for a whole project, is most of the bill."""
     share = bill.share(bill.of('people'))
     if share <= PEOPLE_SHARE:
-        return ''
-    return (
+        return []
+    return [
         f'people are {share:.1%} of this bill, by an assumption that is made for a whole project (work.person_months); the rest is '
         f'{dollars_text(bill.dollars - bill.of("people"))}. Leave them out with --assume work.person_months=0, or give your own number'
-    )
-
-
-def plans_table(outcomes: Sequence[PlanOutcome], deadline_days: float | None = None) -> str:
-    """Write training alone by plan, with the probability of a deadline if there is one; what has no numbers says why below.
-
-    A reservation that is longer than the run is marked: most of its price is not for this run.
-    """
-    rows, below = [], list[str]()
-    for outcome in outcomes:
-        price, days, reserved_hours = outcome.price, spread_text(outcome.wall_hours / HOURS_PER_DAY, 2), outcome.reserved_hours
-        is_mostly_unused = reserved_hours is not None and median(outcome.wall_hours) < reserved_hours
-        numbers: list[str | None] = [None, None] if outcome.problem else [days, dollars_text(outcome.dollars)]
-        if deadline_days is not None:
-            numbers.append(None if outcome.probability_by_deadline is None else f'{outcome.probability_by_deadline:.0%}')
-        rows.append((f'{price.name}{" (*)" if is_mostly_unused else ""}', price.amount, *numbers, price.date))
-        if outcome.problem:
-            below.append(f'{price.name}: {outcome.problem}')
-        elif is_mostly_unused and reserved_hours is not None:
-            reserved = f'reserved for {reserved_hours / HOURS_PER_DAY:,.0f} days, and the run takes {days}'
-            below.append(f'(*) {price.name}: {reserved}: the dollars are those of the whole reservation')
-    deadline = () if deadline_days is None else (f'in {deadline_days:g} days',)
-    return '\n'.join([markdown_table(('plan', 'per GPU-hour', 'days', 'dollars', *deadline, 'price of'), rows), *below])
-
-
-def encoding_table(phases: Sequence[EncodingWays]) -> str:
-    """Write a line per phase and way to encode, and of several phases their sums."""
-    rows: list[tuple[str, ...]] = []
-    for one in phases:
-        for way in one.ways:
-            num = '' if way.num_encoders is None else f'{median(way.num_encoders):,.0f} {one.encoder.gpu}'
-            machines = {IN_STEP: 'none', ONLINE: num, OFFLINE: one.encoder.gpu}[way.name]
-            times = [_digits(number, way.steps_assumed) for number in (way.images_per_sec, way.training_hours)]
-            hours = '' if way.name == IN_STEP else _digits(way.encoder_hours, way.encoders_assumed)
-            encoding, storage = (_digits(number, way.encoders_assumed, '$') for number in (way.encoder_dollars, way.storage_dollars))
-            total = _digits(way.dollars, way.steps_assumed or way.encoders_assumed, '$')
-            rows.append(
-                (one.name, way.name, machines, *times, hours, encoding, storage, _digits(way.training_dollars, way.steps_assumed, '$'), total)
-            )
-    for name in (IN_STEP, ONLINE, OFFLINE) if len(phases) > 1 else ():
-        found = [chosen for one in phases if (chosen := one.way(name)) is not None]
-        if len(found) == len(phases):
-            sums = [sum(getattr(chosen, what) for chosen in found) for what in ('encoder_dollars', 'storage_dollars', 'training_dollars', 'dollars')]
-            rows.append(('together', name, '', '', '', '', *(_digits(amount, True, '$') for amount in sums)))
-    head = ('phase', 'encoding:', 'encoders:', 'images/s', 'hours', 'of encoders', 'encoding', 'storage', 'steps', 'total')
-    return markdown_table(head, rows)
-
-
-def _digits(number: Number, is_assumed: bool, sign: str = '') -> str:
-    """Write the median, with two digits if it is assumed or uncertain."""
-    value = median(number)
-    if sign and 0 < value < CENT:
-        return dollars_text(value)
-    if is_assumed or is_uncertain(number):
-        return sign + two_digits(value)
-    return dollars_text(value) if sign else spread_text(value)
-
-
-def encoding_text(phases: Sequence[EncodingWays], headroom: float) -> list[str]:
-    """Write below the table where its numbers are from, which way is cheapest, and from which epoch encoding once is cheaper."""
-    lines = []
-    for one in phases:
-        rate = one.encoder.rate
-        if rate is None or one.encoder.price is None:
-            lacking = (
-                'images/s are not known (measure them: benchmarks.encode, --encoding-rates FILE)'
-                if rate is None
-                else f'price is not known: {NO_PRICE}'
-            )
-            lines.append(f'{one.name}: only in step is priced: the {lacking}')
-            continue
-        each = f'{rate.amount} images/s ({rate.how}: {rate.source}) at {one.encoder.price_text}'
-        lines.append(f'{one.name}: an encoder does {each}; a step with the VAE in it takes {one.stretch:.2f} times as long ({one.stretch_source})')
-        epochs = {name: epoch for name in (ONLINE, IN_STEP) if (epoch := one.offline_from(name)) is not None}
-        wins = ' and '.join(f'than {name} from {counted(epoch, "epoch")} on' for name, epoch in epochs.items())
-        cheapest = f'{one.name}: cheapest at {spread_text(one.epochs, 2)} epochs is {one.cheapest.name}'
-        lines.append(f'{cheapest}; offline costs less {wins}' if wins else cheapest)
-    return [
-        *dict.fromkeys(lines),
-        f'online: as many encoders as keep up with {headroom:.0%} headroom, or the recipe\'s; docs/cost.md, "Where to encode"',
     ]
+
+
+def _ways_to_encode(rows: Sequence[CostRow]) -> list[str]:
+    """Write the steps with their encoding in one line per way, and from which epoch encoding once is cheaper; nothing without a second way."""
+    ways = [row for row in rows if row.group in (OFFLINE, ONLINE, IN_STEP)]
+    if not ways or {row.recipe for row in ways if row.group == OFFLINE} != {row.recipe for row in ways}:
+        return []
+    totals = [f'{way} {dollars_text(sum(row.dollars for row in ways if row.group == way))}' for way in (OFFLINE, ONLINE, IN_STEP)]
+    epochs = [f'{row.recipe}: offline is {row.what} from {counted(row.quantity or 0, "epoch")} on' for row in ways if row.unit == 'epochs']
+    return [f'steps with encoding, {", ".join(totals)}', *epochs]
+
+
+def plans_table(rows: Sequence[CostRow]) -> str:
+    """Write training alone by price plan; what has no numbers says why below, and so does a reservation that is longer than the run."""
+    cells, below = [], list[str]()
+    for row in rows:
+        price = row.price
+        assert price is not None
+        mark = ' (*)' if row.formula and row.quantity is not None else ''
+        days = None if row.quantity is None else spread_text(row.quantity / HOURS_PER_DAY, 2)
+        cells.append((f'{row.what}{mark}', price.amount, days, None if days is None else dollars_text(row.dollars), price.date))
+        if row.formula:
+            below.append(f'{mark and "(*) "}{row.what}: {row.formula}')
+    return '\n'.join([markdown_table(('plan', 'per GPU-hour', 'days', 'dollars', 'price of'), cells), *below])

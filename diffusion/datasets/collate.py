@@ -1,44 +1,34 @@
 """Samples to a batch: captions become tokens, some captions become empty. Caption dropout happens here and nowhere else."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from diffusion.contracts.batch import Batch, Sample, StoredImages
-from diffusion.datasets.captions import pick
 from diffusion.datasets.keyed_random import Draw, uniform
+from diffusion.datasets.shards import pick
 
 
+@dataclass
 class Collate:
-    """Args:
-    tokenize: captions -> token ids (B, L) int64 by text encoder, and masks; None leaves the captions out.
-    seed: keys the draws, with each sample's key.
-    caption_dropout: share of captions replaced by the empty one; 0 for evaluation.
-    flip: mirror half of the images.
-    vary_captions: pick one of several captions by its weight; otherwise the first, as evaluation does.
-    empty_captions: float16 encoding of the empty caption by its column, for datasets that store text embeddings.
-    downsampling: pixels per latent along a side, of families that read the geometry of an image; None leaves it out.
-    """
+    """A batch of samples; everything random is keyed by `seed` and each sample's key."""
 
-    def __init__(
-        self,
-        tokenize: Callable[[Sequence[str]], dict[str, Tensor]] | None,
-        seed: int,
-        caption_dropout: float,
-        flip: bool = False,
-        vary_captions: bool = False,
-        empty_captions: Mapping[str, Tensor] | None = None,
-        downsampling: int | None = None,
-    ):
-        self.tokenize = tokenize
-        self.seed = seed
-        self.caption_dropout = caption_dropout
-        self.flip = flip
-        self.vary_captions = vary_captions
-        self.empty_captions = empty_captions or {}
-        self.downsampling = downsampling
+    tokenize: Callable[[Sequence[str]], dict[str, Tensor]] | None
+    """Captions -> token ids (B, L) int64 by text encoder, and masks; None leaves the captions out."""
+    seed: int
+    caption_dropout: float
+    """Share of captions replaced by the empty one; 0 for evaluation."""
+    flip: bool = False
+    """Mirror half of the images."""
+    vary_captions: bool = False
+    """Pick one of several captions by its weight; otherwise the first, as evaluation does."""
+    empty_captions: Mapping[str, Tensor] | None = None
+    """Float16 encoding of the empty caption by its column, for datasets that store text embeddings."""
+    downsampling: int | None = None
+    """Pixels per latent along a side, of families that read the geometry of an image; None leaves it out."""
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         sample_key = torch.tensor([sample['sample_key'] for sample in samples], dtype=torch.int64)
@@ -52,7 +42,7 @@ class Collate:
             batch['loss_weight'] = torch.tensor([sample['loss_weight'] for sample in samples], dtype=torch.float32)
         if 'moments' in samples[0]:
             batch['moments'] = stacked([sample['moments'] for sample in samples])
-            for column, empty in self.empty_captions.items():
+            for column, empty in (self.empty_captions or {}).items():
                 stored = stacked([sample[column] for sample in samples])  # type: ignore[literal-required]
                 batch[column] = torch.where(dropped.view(-1, *[1] * empty.ndim), empty, stored)  # type: ignore[literal-required]
         elif 'stored' in samples[0]:

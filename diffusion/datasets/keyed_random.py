@@ -18,7 +18,7 @@ ROUNDS = 10
 
 
 class Draw(IntEnum):
-    """What a number is for: each purpose has its own stream. Below 256. Never renumber: runs in progress would change."""
+    """Purpose of a number: each has its own stream. Below 256. Never renumber: runs in progress would change."""
 
     NOISE = 0
     TIMESTEP = 1

@@ -5,7 +5,7 @@ import logging
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,31 +15,94 @@ import numpy as np
 import torch
 from composer.utils import dist
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from diffusion.common.collective import on_first_rank
 from diffusion.common.processes import shield_worker
 from diffusion.common.storage import open_folder
-from diffusion.contracts.batch import Conditioning
+from diffusion.contracts.batch import Conditioning, Sample
 from diffusion.contracts.errors import ManifestError
 from diffusion.contracts.manifest import EMPTY_CAPTIONS
-from diffusion.datasets.bad_samples import BadSamples
-from diffusion.datasets.buckets import summary, where
 from diffusion.datasets.collate import Collate
-from diffusion.datasets.index import HASH
-from diffusion.datasets.mds import CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS, RandomCropMDS
-from diffusion.datasets.sources import StreamSource, epoch_of, is_prepared, located, read_sources, shares_of, sizes_of, store_text, together, too_few
-from diffusion.datasets.synthetic import EpochSampler, SyntheticImages, SyntheticLatents
+from diffusion.datasets.mds import BadSamples, CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS, RandomCropMDS
+from diffusion.datasets.shards import HASH
+from diffusion.datasets.sources import (
+    StreamSource,
+    epoch_of,
+    is_prepared,
+    located,
+    read_sources,
+    shares_of,
+    sizes_of,
+    store_text,
+    summary,
+    together,
+    too_few,
+    where,
+)
 from diffusion.datasets.verified import VerifiedStream
 from diffusion.datasets.watched import WatchedLoader
 from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
 from diffusion.recipe.schema import Stream
 
 BAD_SAMPLES = 'bad_samples.jsonl'
+SYNTHETIC_BLOCKS = 4  # along a side
+
+
+class SyntheticLatents(Dataset):
+    """Moments of the shape and scale that a VAE gives; sample i is always the same.
+
+    Args:
+        num_samples: length of an epoch.
+        shape: (2 * latent channels, h, w) of the moments.
+        std: of the unscaled latents, 1 / scaling factor.
+        size_px: (height, width) of the images that they are said to be of, whole and not resized.
+    """
+
+    def __init__(self, num_samples: int, shape: tuple[int, int, int], std: float, size_px: tuple[int, int]):
+        self.num_samples, self.shape, self.std, self.size_px = num_samples, shape, std, size_px
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, key: tuple[int, int]) -> Sample:
+        epoch, index = key
+        return {'sample_key': (epoch, index, 0), **self.content(index, torch.Generator().manual_seed(index))}  # type: ignore[typeddict-item]
+
+    def content(self, index: int, generator: torch.Generator) -> dict[str, Any]:
+        """Everything of a sample but its key."""
+        moments = torch.randn(self.shape, generator=generator)
+        moments[: len(moments) // 2] *= self.std  # mean
+        moments[len(moments) // 2 :] = -10.0  # log variance: a VAE is almost certain
+        geometry = {'size': np.array(self.size_px, np.int32), 'crop': np.zeros(2, np.int32)}
+        return {'moments': moments.half().numpy(), **geometry, 'captions': [(f'synthetic caption {index}', 1.0)]}
+
+    def view(self, sample_id: int, occurrence: int, epoch: int | None = None) -> Sample:
+        """The same sample, as CaptionedMDS gives it."""
+        return self[0, sample_id]
+
+
+class SyntheticImages(SyntheticLatents):
+    """Squares of random blocks of colour, which something can be learned from; sample i is always the same."""
+
+    def __init__(self, num_samples: int, side_px: int):
+        super().__init__(num_samples, (3, side_px, side_px), 0.0, (side_px, side_px))
+
+    def content(self, index: int, generator: torch.Generator) -> dict[str, Any]:
+        blocks = torch.randint(0, 256, (3, SYNTHETIC_BLOCKS, SYNTHETIC_BLOCKS), dtype=torch.uint8, generator=generator)
+        place = torch.arange(self.shape[-1]) * SYNTHETIC_BLOCKS // self.shape[-1]
+        return {'images': blocks[:, place][:, :, place], 'captions': [('', 1.0)]}
+
+
+class EpochSampler(DistributedSampler):
+    """Indices with their epoch, which a map-style dataset cannot know by itself."""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:  # type: ignore[override]
+        return ((self.epoch, index) for index in super().__iter__())
 
 
 class ImagesAlone:
-    """In the place of encoders: images are all that is wanted, without captions.
+    """Stand-in for encoders where images alone are trained on, without captions.
 
     Args:
         device: that the batches go to.
@@ -50,7 +113,7 @@ class ImagesAlone:
 
 
 class LoaderEncoders(Protocol):
-    """What the loader asks of the frozen encoders (encoders/frozen.py)."""
+    """The part of the frozen encoders (encoders/frozen.py) that the loader uses."""
 
     latent_channels: int
     downsampling: int
@@ -112,7 +175,7 @@ def _loader(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, batch_siz
     else:
         section = 'data' if training else 'eval'
         named = located(recipe, section)
-        found = _once(lambda: read_sources(recipe, f'{section}.streams', named, frozen.vae_sha256 if frozen else None, geometry))
+        found = _read_on_first_rank(lambda: read_sources(recipe, f'{section}.streams', named, frozen.vae_sha256 if frozen else None, geometry))
         sources = _whole_batches(found, named, batch_size, training) if data.aspect_buckets else together(found)
         empty_captions = _empty_captions(sources, frozen) if frozen else None
         dataset, sampler = _streaming(recipe, sources, encoders, batch_size, training), None
@@ -171,12 +234,13 @@ def _streaming(
     data = recipe.data
     caches = {name: _cache(name, source, recipe, training) for name, source in sources.items()}
     _remove_other_caches(recipe, caches.values(), training)
+    weights = [source.stream.loss_weight for source in sources.values()]
     arguments: dict[str, Any] = {
         'streams': [_stream(name, source, caches[name], recipe) for name, source in sources.items()],
         'identities': {name: source.identity for name, source in sources.items()},
         'bad_samples': BadSamples(Path(recipe.run_folder) / BAD_SAMPLES, data.max_bad_samples),
         'timeout_sec': data.timeout_sec,
-        'loss_weights': _loss_weights(sources) if training else None,
+        'loss_weights': weights if training and any(weight != 1 for weight in weights) else None,
         'whole_batches': training,
         'batch_size': batch_size,
         'shuffle': data.shuffle and training,
@@ -210,13 +274,8 @@ def _streaming(
     return dataset
 
 
-def _loss_weights(sources: Mapping[str, StreamSource]) -> list[float] | None:
-    weights = [source.stream.loss_weight for source in sources.values()]
-    return weights if any(weight != 1 for weight in weights) else None
-
-
 def _per_bucket(recipe: AnyRecipe, sources: Mapping[str, StreamSource]) -> dict[str, Any]:
-    """What makes Streaming give whole batches of one bucket each, `choose` being whole batches."""
+    """Arguments by which Streaming gives whole batches of one bucket each, `choose` being whole batches."""
     # It takes padding, which evens out the loader's workers, for samples that it drops, and warns of it in each epoch.
     logging.getLogger('streaming.base.batching.per_stream').setLevel(logging.ERROR)
     chosen = [source.choose or 0 for source in sources.values()]
@@ -232,12 +291,8 @@ def _per_bucket(recipe: AnyRecipe, sources: Mapping[str, StreamSource]) -> dict[
 def _cache(name: str, source: StreamSource, recipe: AnyRecipe, training: bool) -> str:
     """Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left. So each dataset and each
     machine has its own here."""
-    cache = f'{_purpose(training)}-{name.replace("/", "-")}-{source.identity[:12]}'
+    cache = f'{"train" if training else "eval"}-{name.replace("/", "-")}-{source.identity[:12]}'
     return source.stream.local or str(_caches(recipe) / cache)
-
-
-def _purpose(training: bool) -> str:
-    return 'train' if training else 'eval'
 
 
 def _caches(recipe: AnyRecipe) -> Path:
@@ -245,9 +300,9 @@ def _caches(recipe: AnyRecipe) -> Path:
 
 
 def _remove_other_caches(recipe: AnyRecipe, caches: Iterable[str], training: bool) -> None:
-    """Of datasets that the recipe named at an earlier start of this run."""
+    """Remove the caches of datasets that the recipe named at an earlier start of this run."""
     if dist.get_local_rank() == 0:
-        for folder in _caches(recipe).glob(f'{_purpose(training)}-*'):
+        for folder in _caches(recipe).glob('train-*' if training else 'eval-*'):
             if str(folder) not in caches:
                 print(f'{folder}: the cache of data that are not used any more; removed', file=sys.stderr, flush=True)
                 shutil.rmtree(folder, ignore_errors=True)
@@ -268,7 +323,7 @@ def _stream(name: str, source: StreamSource, cache: str, recipe: AnyRecipe) -> V
 
 
 def _empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoders) -> dict[str, Tensor] | None:
-    """What a dropped caption becomes, by column, if every stream stores embeddings; float16.
+    """Float16 encoding of the empty caption by column, if every stream stores embeddings.
 
     Raises:
         ManifestError: a stream's embeddings were made by another text encoder than the recipe's.
@@ -283,16 +338,14 @@ def _empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoder
                 'of the dataset, or encode again with --text-embeddings'
             )
     if all(is_prepared(source.stream) for source in sources.values()):  # which compares the encoders' digests: none is read for it here
-        return _once(lambda: _stored_empty_captions(next(iter(sources.values()))))
-    return _once(partial(_checked_empty_captions, sources, encoders))
-
-
-def _stored_empty_captions(source: StreamSource) -> dict[str, Tensor]:
-    return {column: _read_array(where(source.stream), file) for column, file in EMPTY_CAPTIONS.items() if column in source.manifest.columns}
+        first = next(iter(sources.values()))
+        files = {column: file for column, file in EMPTY_CAPTIONS.items() if column in first.manifest.columns}
+        return _read_on_first_rank(lambda: {column: _read_array(where(first.stream), file) for column, file in files.items()})
+    return _read_on_first_rank(partial(_checked_empty_captions, sources, encoders))
 
 
 def _checked_empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoders) -> dict[str, Tensor]:
-    """As the recipe's text encoder makes it, if the datasets' did the same; one rank looks, the others need no text encoder for it."""
+    """The recipe's encoding, if the datasets' is the same; one rank looks, the others need no text encoder for it."""
     empty = encoders.encode_text(encoders.tokenize(['']))
     ours = {column: encoded[0].cpu() for column, encoded in empty.to_store().items()}
     everything = slice(None)
@@ -304,7 +357,7 @@ def _checked_empty_captions(sources: Mapping[str, StreamSource], encoders: Loade
             file = EMPTY_CAPTIONS[column]
             theirs = _read_array(folder, file) if column in source.manifest.columns else None
             tokens = seen.get(column, everything)
-            if theirs is None or theirs.shape != encoded.shape or not _alike(theirs[tokens], encoded[tokens]):
+            if theirs is None or theirs.shape != encoded.shape or not _allclose(theirs[tokens], encoded[tokens]):
                 raise ManifestError(
                     f'stream {name} ({folder}): manifest text_encoder is not that of the recipe: {file} differs from the '
                     'empty caption as model.encoders encodes it by more than the 5 % that precision may cost; use the encoders of the dataset, or '
@@ -317,12 +370,12 @@ def _read_array(folder: str, file: str) -> Tensor:
     return torch.from_numpy(np.load(io.BytesIO(open_folder(folder).read(file)), allow_pickle=False))
 
 
-def _alike(theirs: Tensor, ours: Tensor) -> bool:
+def _allclose(theirs: Tensor, ours: Tensor) -> bool:
     return bool(torch.linalg.vector_norm((theirs - ours).float()) <= 0.05 * torch.linalg.vector_norm(ours.float()))
 
 
-def _once(read: Callable[[], Any]) -> Any:
-    """What rank 0 reads, or its error on every rank, in words of the data."""
+def _read_on_first_rank(read: Callable[[], Any]) -> Any:
+    """Return what rank 0 reads, or raise its error on every rank, in words of the data."""
     try:
         return on_first_rank(read)
     except FileNotFoundError as error:

@@ -23,7 +23,7 @@ from diffusion.common.object_storage import JITTER, keep_random_state
 from diffusion.common.processes import failpoint
 from diffusion.common.text import counted, print_message
 from diffusion.contracts.errors import DataError, DataUnavailable
-from diffusion.datasets.index import num_samples_in
+from diffusion.datasets.shards import num_samples_in
 
 NUM_DOWNLOADS = 3  # of a shard whose hash stays wrong: once more for a bad copy under way, once more for a bad copy in between
 LONGEST_PAUSE_SEC = 20
@@ -48,7 +48,7 @@ class VerifiedStream(Stream):
 
     @property
     def where(self) -> str:
-        """Where the data come from."""
+        """Folder or URL of the data."""
         return f'stream {self.name}: {self.remote or self.local}'
 
     def path(self, info: FileInfo) -> Path:
@@ -133,7 +133,7 @@ class VerifiedStream(Stream):
                 raise self._disk_trouble(error) from error
 
     def damage(self, shard: MDSReader, thorough: bool, path: Path | None = None) -> str:
-        """What is wrong with the local file of a shard, with expected and actual value; '' if nothing is.
+        """Describe what is wrong with the local file of a shard, with expected and actual value; '' if nothing is.
 
         Args:
             thorough: compare the hash and the number of samples, not only the size.
@@ -235,7 +235,7 @@ class VerifiedStream(Stream):
 
 
 def _hashes(index: bytes) -> dict[str, dict[str, str]]:
-    """By file name, of an index.json that may be damaged."""
+    """Hashes by file name, of an index.json that may be damaged."""
     try:
         return {shard['raw_data']['basename']: shard['raw_data']['hashes'] for shard in parse_json(index)['shards']}
     except (ValueError, KeyError, TypeError):

@@ -24,15 +24,12 @@ BEHIND_TORCH_SEC = 2.0  # after torch's own limit, whose message names it; also 
 
 
 class WatchedLoader(DataLoader):
-    """Where a loader process hangs or dies, DataUnavailable is raised; what it raised itself arrives with its own message alone.
+    """A DataLoader that raises DataUnavailable when one of its processes hangs or dies; what that raised itself arrives with its own message alone.
 
     After an error no loader process is left, not even a stopped one, for which the interpreter would wait for ever.
-
-    Attributes:
-        through: what the batches go through on their way out, from an iterator to an iterator.
     """
 
-    through: Callable[[Iterator[Any]], Iterator[Any]] | None = None
+    through: Callable[[Iterator[Any]], Iterator[Any]] | None = None  # what the batches go through on their way out, from an iterator to an iterator
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self._loaded() if self.through is None else self.through(self._loaded())
@@ -135,7 +132,7 @@ def _translate_deaths() -> None:
 
 
 def _died(error: Exception) -> DataUnavailable | None:
-    """What torch says when one of its processes died, with what to do about it."""
+    """Return torch's message when one of its processes died, with what to do about it."""
     if not str(error).startswith('DataLoader worker (pid'):
         return None
     return DataUnavailable(f'{error}. Often memory is full: lower data.workers or data.predownload; run the same command again')

@@ -24,7 +24,7 @@ class FrozenEncoders:
 
     @classmethod
     def find(cls, encoders: EncoderSource, find_text: FindText = ClipPenultimate.find) -> FrozenEncoders:
-        """From a local folder in the diffusers layout or the Hub: safetensors only, with all of their weights and no others.
+        """Find them in a local folder in the diffusers layout or on the Hub: safetensors only, with all of their weights and no others.
 
         Configurations and tokenizers are read here, weights when they are first used on this process.
 

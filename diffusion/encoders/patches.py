@@ -9,9 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Dinov2Config, Dinov2Model, Dinov2WithRegistersConfig, Dinov2WithRegistersModel, DINOv3ViTConfig, DINOv3ViTModel
 
 from diffusion.contracts.errors import EncoderError
-from diffusion.encoders.configs import describe
 from diffusion.encoders.frozen_part import FrozenPart
-from diffusion.encoders.pretrained import load_config, load_model, model_type
+from diffusion.encoders.pretrained import describe, load_config, load_model, model_type
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which all of them were trained with
 
@@ -45,7 +44,7 @@ class PatchFeatures(FrozenPart[Any]):
 
     @classmethod
     def find(cls, source: str, revision: str | None) -> Self:
-        """In a local folder with config.json and model.safetensors, or on the Hub. Weights are read when they are first used.
+        """Find it in a local folder with config.json and model.safetensors, or on the Hub. Weights are read when they are first used.
 
         Raises:
             EncoderError: it cannot be read, or is of another kind.
@@ -71,7 +70,7 @@ class PatchFeatures(FrozenPart[Any]):
             return tokens[:, -grid[0] * grid[1] :].float()
 
     def flops(self, grid: tuple[int, int]) -> int:
-        """Of an image with as many patches (1 MAC = 2 FLOP), counted on the meta device."""
+        """FLOP of an image with as many patches (1 MAC = 2 FLOP), counted on the meta device."""
         with torch.device('meta'), torch.no_grad(), FlopCounterMode(display=False) as counter:
             self._kind.model(self._config)(pixel_values=torch.zeros(1, 3, *(side * self.patch_px for side in grid)))
         return counter.get_total_flops()

@@ -23,8 +23,7 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from diffusion.contracts.errors import EncoderError
-from diffusion.encoders.configs import read_configs
-from diffusion.encoders.pretrained import LONGEST, load_config, model_type, save_text_encoder
+from diffusion.encoders.pretrained import LONGEST, load_config, model_type, read_configs, save_text_encoder
 from diffusion.encoders.sizes import KINDS, PROJECTS
 
 END = '<|endoftext|>'
@@ -53,7 +52,7 @@ def vae_like(like: str) -> AutoencoderKL:
 
 
 def build_text_encoder(config: PretrainedConfig) -> Any:
-    """Of the class that the configuration names, with random weights."""
+    """A text encoder of the class that the configuration names, with random weights."""
     if config.model_type in T5_FAMILY:
         return T5_FAMILY[config.model_type](config)
     return (CLIPTextModelWithProjection if config.architectures == PROJECTS else CLIPTextModel)(config)
@@ -82,23 +81,17 @@ def _num_tokens(like: str, name: str, config: PretrainedConfig) -> int:
 
 
 def _text_configs(like: str) -> dict[str, PretrainedConfig]:
-    """By folder."""
+    """Configurations by folder."""
     if like in KINDS:
-        return {name: _config(sizes) for name, sizes in _text_encoders_of(like).items()}
+        return {name: _config(sizes) for name, sizes in KINDS[like].items() if name != 'vae'}
     folders = sorted(folder.name for folder in Path(like).glob('text_encoder*'))
     found = {folder: model_type(like, None, folder) for folder in folders}
     return {folder: load_config(AutoConfig if kind in T5_FAMILY else CLIPTextConfig, like, None, folder) for folder, kind in found.items()}
 
 
 def _config(sizes: Mapping[str, Any], **more: Any) -> PretrainedConfig:
-    """Of an entry of KINDS; CLIP's if it names no `model_type`."""
-    if 'model_type' in sizes:
-        return AutoConfig.for_model(**more, **sizes)
-    return CLIPTextConfig(**more, **sizes)
-
-
-def _text_encoders_of(kind: str) -> dict[str, dict[str, Any]]:
-    return {folder: config for folder, config in KINDS[kind].items() if folder != 'vae'}
+    """The configuration of an entry of KINDS; CLIP's if it names no `model_type`."""
+    return AutoConfig.for_model(**more, **sizes) if 'model_type' in sizes else CLIPTextConfig(**more, **sizes)
 
 
 def build_tokenizer(folder: Path, words: Sequence[str], length: int, pad: str = END) -> CLIPTokenizer:
@@ -144,7 +137,8 @@ def write_stand_in(folder: Path, kind: str = 'tiny', words: Sequence[str] = (), 
         vae: takes the random one's place.
     """
     torch.manual_seed(seed)
-    for (name, sizes), pad in zip(_text_encoders_of(kind).items(), PADS, strict=False):
+    text_encoders = {name: sizes for name, sizes in KINDS[kind].items() if name != 'vae'}
+    for (name, sizes), pad in zip(text_encoders.items(), PADS, strict=False):
         tokenizer_folder = folder / name.replace('text_encoder', 'tokenizer')
         tokenizer: CLIPTokenizer | T5Tokenizer
         if 'model_type' in sizes:

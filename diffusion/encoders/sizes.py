@@ -4,132 +4,44 @@ from typing import Any
 
 PROJECTS = ['CLIPTextModelWithProjection']  # transformers' class, as config.json names it; a text encoder that does not say is a CLIPTextModel
 
+
+def _clip(width: int, mlp_width: int, layers: int, heads: int, activation: str = 'gelu', length: int = 77, **more: Any) -> dict[str, Any]:
+    """Arguments of transformers' CLIPTextConfig."""
+    sizes = {'hidden_size': width, 'intermediate_size': mlp_width, 'num_hidden_layers': layers, 'num_attention_heads': heads}
+    return {**sizes, 'max_position_embeddings': length, 'hidden_act': activation, **more}
+
+
+def _t5(width: int, head_width: int, mlp_width: int, layers: int, heads: int, length: int, **more: Any) -> dict[str, Any]:
+    """Arguments of transformers' T5Config, version 1.1. It takes any number of tokens: `length` is a choice."""
+    sizes = {'d_model': width, 'd_kv': head_width, 'd_ff': mlp_width, 'num_layers': layers, 'num_heads': heads}
+    return {'model_type': 't5', **sizes, 'feed_forward_proj': 'gated-gelu', 'n_positions': length, **more}
+
+
+TINY_VAE = {'block_out_channels': (8, 16, 16), 'layers_per_block': 1, 'norm_num_groups': 4, 'sample_size': 32, 'scaling_factor': 0.5}
 STABLE_DIFFUSION_VAE = {'block_out_channels': (128, 256, 512, 512), 'layers_per_block': 2, 'norm_num_groups': 32}
-FLUX_VAE = {
-    **STABLE_DIFFUSION_VAE,
-    'latent_channels': 16,
-    'use_quant_conv': False,
-    'use_post_quant_conv': False,
-    'sample_size': 1024,
-    'scaling_factor': 0.3611,
-    'shift_factor': 0.1159,
-}
-
-OPENCLIP_H = {  # Stable Diffusion 2's
-    'hidden_size': 1024,
-    'intermediate_size': 4096,
-    'num_hidden_layers': 23,
-    'num_attention_heads': 16,
-    'max_position_embeddings': 77,
-    'projection_dim': 512,
-    'vocab_size': 49408,
-    'hidden_act': 'gelu',
-}
-
-T5_XXL = {  # of version 1.1
-    'model_type': 't5',
-    'd_model': 4096,
-    'd_kv': 64,
-    'd_ff': 10240,
-    'num_layers': 24,
-    'num_heads': 64,
-    'vocab_size': 32128,
-    'feed_forward_proj': 'gated-gelu',
-    'n_positions': 256,  # a choice: it takes any number
-}
+FLUX_VAE = STABLE_DIFFUSION_VAE | {'latent_channels': 16, 'sample_size': 1024, 'scaling_factor': 0.3611, 'shift_factor': 0.1159}
+FLUX_VAE |= {'use_quant_conv': False, 'use_post_quant_conv': False}
+OPENCLIP_H = _clip(1024, 4096, 23, 16, projection_dim=512, vocab_size=49408)  # Stable Diffusion 2's
+T5_XXL = _t5(4096, 64, 10240, 24, 64, 256, vocab_size=32128)
 
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
-    'tiny': {
-        'vae': {'block_out_channels': (8, 16, 16), 'layers_per_block': 1, 'norm_num_groups': 4, 'sample_size': 32, 'scaling_factor': 0.5},
-        'text_encoder': {
-            'hidden_size': 32,
-            'intermediate_size': 64,
-            'num_hidden_layers': 2,
-            'num_attention_heads': 2,
-            'max_position_embeddings': 16,
-            'hidden_act': 'gelu',
-        },
-    },
+    'tiny': {'vae': TINY_VAE, 'text_encoder': _clip(32, 64, 2, 2, length=16)},
     'tiny-xl': {  # all widths differ, so that none can be taken for another
-        'vae': {'block_out_channels': (8, 16, 16), 'layers_per_block': 1, 'norm_num_groups': 4, 'sample_size': 32, 'scaling_factor': 0.5},
-        'text_encoder': {
-            'hidden_size': 32,
-            'intermediate_size': 64,
-            'num_hidden_layers': 3,
-            'num_attention_heads': 2,
-            'max_position_embeddings': 16,
-            'hidden_act': 'quick_gelu',
-        },
-        'text_encoder_2': {
-            'architectures': PROJECTS,
-            'hidden_size': 48,
-            'intermediate_size': 96,
-            'num_hidden_layers': 3,
-            'num_attention_heads': 4,
-            'max_position_embeddings': 16,
-            'projection_dim': 24,
-            'hidden_act': 'gelu',
-        },
+        'vae': TINY_VAE,
+        'text_encoder': _clip(32, 64, 3, 2, 'quick_gelu', length=16),
+        'text_encoder_2': _clip(48, 96, 3, 4, length=16, projection_dim=24, architectures=PROJECTS),
     },
     'shapes': {  # the demo; its GroupNorm has one group, several would normalise away the very colours
         'vae': {'block_out_channels': (16, 32, 64), 'layers_per_block': 1, 'norm_num_groups': 1, 'sample_size': 32, 'mid_block_add_attention': False},
-        'text_encoder': {
-            'hidden_size': 64,
-            'intermediate_size': 128,
-            'num_hidden_layers': 2,
-            'num_attention_heads': 4,
-            'max_position_embeddings': 16,
-            'hidden_act': 'gelu',
-        },
+        'text_encoder': _clip(64, 128, 2, 4, length=16),
     },
-    'sd2-base': {
-        'vae': {**STABLE_DIFFUSION_VAE, 'sample_size': 512, 'scaling_factor': 0.18215},
-        'text_encoder': OPENCLIP_H,
-    },
+    'sd2-base': {'vae': {**STABLE_DIFFUSION_VAE, 'sample_size': 512, 'scaling_factor': 0.18215}, 'text_encoder': OPENCLIP_H},
     'sdxl-base': {
         'vae': {**STABLE_DIFFUSION_VAE, 'sample_size': 1024, 'scaling_factor': 0.13025},
-        'text_encoder': {  # CLIP ViT-L
-            'hidden_size': 768,
-            'intermediate_size': 3072,
-            'num_hidden_layers': 12,
-            'num_attention_heads': 12,
-            'max_position_embeddings': 77,
-            'projection_dim': 768,
-            'vocab_size': 49408,
-            'hidden_act': 'quick_gelu',
-        },
-        'text_encoder_2': {  # OpenCLIP ViT-bigG
-            'architectures': PROJECTS,
-            'hidden_size': 1280,
-            'intermediate_size': 5120,
-            'num_hidden_layers': 32,
-            'num_attention_heads': 20,
-            'max_position_embeddings': 77,
-            'projection_dim': 1280,
-            'vocab_size': 49408,
-            'hidden_act': 'gelu',
-        },
+        'text_encoder': _clip(768, 3072, 12, 12, 'quick_gelu', projection_dim=768, vocab_size=49408),  # CLIP ViT-L
+        'text_encoder_2': _clip(1280, 5120, 32, 20, projection_dim=1280, vocab_size=49408, architectures=PROJECTS),  # OpenCLIP ViT-bigG
     },
-    'tiny-t5': {  # its VAE has a shift, too
-        'vae': {
-            'block_out_channels': (8, 16, 16),
-            'layers_per_block': 1,
-            'norm_num_groups': 4,
-            'sample_size': 32,
-            'scaling_factor': 0.5,
-            'shift_factor': 0.25,
-        },
-        'text_encoder': {
-            'model_type': 't5',
-            'd_model': 32,
-            'd_kv': 8,
-            'd_ff': 64,
-            'num_layers': 2,
-            'num_heads': 4,
-            'feed_forward_proj': 'gated-gelu',
-            'n_positions': 24,
-        },
-    },
+    'tiny-t5': {'vae': {**TINY_VAE, 'shift_factor': 0.25}, 'text_encoder': _t5(32, 8, 64, 2, 4, 24)},  # its VAE has a shift, too
     'prx-600m': {'vae': FLUX_VAE, 'text_encoder': OPENCLIP_H},
     'prx-600m-t5-xxl': {'vae': FLUX_VAE, 'text_encoder': T5_XXL},
 }

@@ -10,8 +10,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
-from diffusion.encoders.attention import any_kernel
-from diffusion.encoders.frozen_part import FrozenPart
+from diffusion.encoders.frozen_part import FrozenPart, any_kernel
 from diffusion.encoders.pretrained import load_config, load_model
 
 
@@ -33,7 +32,7 @@ class Vae(FrozenPart[AutoencoderKL]):
 
     @classmethod
     def find(cls, source: str, revision: str | None, subfolder: str = 'vae') -> Vae:
-        """In a local folder in the diffusers layout or on the Hub; weights are read when they are first used.
+        """Find it in a local folder in the diffusers layout or on the Hub; weights are read when they are first used.
 
         Args:
             subfolder: of the VAE in it; '' for a VAE alone.

@@ -23,9 +23,17 @@ from diffusion.common.images import grid, save_png
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import LORA_FOLDER, EncoderError
 from diffusion.cost.hardware import own_device
-from diffusion.encoders.configs import describe, hub_problem_of, read_configs
 from diffusion.encoders.frozen_part import weights_sha256
-from diffusion.encoders.pretrained import load_model, load_scheduler, load_tokenizer, make_scheduler, tokenizer_sha256
+from diffusion.encoders.pretrained import (
+    describe,
+    hub_problem_of,
+    load_model,
+    load_scheduler,
+    load_tokenizer,
+    make_scheduler,
+    read_configs,
+    tokenizer_sha256,
+)
 from diffusion.families.adapters import adapter_of, load_exported
 from diffusion.families.family import Family
 from diffusion.families.registry import FAMILIES, family_of

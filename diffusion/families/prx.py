@@ -14,8 +14,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokeniz
 
 from diffusion.contracts.batch import Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.encoders.text import OneEncoder
-from diffusion.encoders.text_t5 import find_masked
+from diffusion.encoders.text import OneEncoder, find_masked
 from diffusion.families.family import Config, Family
 
 # Of diffusers' own class, and of the text encoder that its annotation names: nothing that a user of this project can change.

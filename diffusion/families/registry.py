@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.encoders.attention import KERNELS, AttentionError
+from diffusion.encoders.frozen_part import KERNELS, AttentionError
 from diffusion.families.adapters import add_adapter, let_gradients_reach
 from diffusion.families.family import Config, Family
 from diffusion.families.networks import find_network

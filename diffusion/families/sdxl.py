@@ -9,7 +9,7 @@ from transformers import CLIPImageProcessor, CLIPTextModel, CLIPTextModelWithPro
 
 from diffusion.contracts.batch import GEOMETRY, Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.encoders.text_pair import ClipPair
+from diffusion.encoders.text import ClipPair
 from diffusion.families.family import Config
 from diffusion.families.unet import UNetFamily
 

@@ -28,8 +28,7 @@ from diffusion.common.storage import open_folder, scratch_for
 from diffusion.common.text import print_message
 from diffusion.contracts.errors import CheckpointError, DataError
 from diffusion.contracts.manifest import INDEX_NAME, Manifest
-from diffusion.datasets.buckets import where
-from diffusion.datasets.sources import INGREDIENTS_NAME, is_prepared, located
+from diffusion.datasets.sources import INGREDIENTS_NAME, is_prepared, located, where
 from diffusion.datasets.transforms import RECTANGLE, SQUARE
 from diffusion.encoders.text import tokenizer_digests
 from diffusion.encoders.vae import Vae

@@ -14,9 +14,9 @@ from diffusion.recipe.techniques import known_techniques
 
 # Conditions that hold together, and indented below them the error: the key that it names, why, and what to set; `{key}` stands for a key's value.
 # A condition is `key=value`, `key!=value`, `key>value`, `key` (on: neither null, false nor empty) or `!key` (off). None holds for a key of a section
-# that is off, nor for one that recipes of this kind do not have.
+# that is off, nor for one that recipes of this kind do not have: `model` and `autoencoder` tell the two kinds apart.
 TABLE = """
-data.flip, data.kind!=images, model
+model, data.flip, data.kind!=images
     data.flip: works on images, but data.kind is {data.kind}; set it to false (or data.kind=images)
 data.aspect_buckets, data.kind=synthetic
     data.aspect_buckets: synthetic latents are squares; set it to false (or data.kind to latents or images)
@@ -41,10 +41,10 @@ adapter, train.sharding!=ddp
     train.sharding: {train.sharding} does not shard adapters, and there is little to shard; set train.sharding=ddp
 adapter, train.precision=bf16
     train.precision: bf16 would round what an adapter learns in a step away; set train.precision=amp_bf16
-train.compile=network, train.sharding!=ddp
+model, train.compile=network, train.sharding!=ddp
     train.compile: network makes one graph of the whole network, but train.sharding={train.sharding} gathers its weights between the blocks; set
     train.compile=blocks
-train.compile=network, train.precision=bf16
+model, train.compile=network, train.precision=bf16
     train.compile: network makes one graph of the whole network, but train.precision=bf16 gathers its weights between the blocks; set
     train.compile=blocks
 ema.half_life, ema.sigma_rel

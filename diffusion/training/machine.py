@@ -24,7 +24,7 @@ from torch import nn
 from diffusion.common.text import one_line
 from diffusion.contracts.errors import InputError
 from diffusion.cost.hardware import own_device
-from diffusion.encoders.attention import AttentionError, use_attention
+from diffusion.encoders.frozen_part import AttentionError, use_attention
 from diffusion.recipe import AnyRecipe, RecipeError
 from diffusion.recipe.rules import without_gpu
 

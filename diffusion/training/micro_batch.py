@@ -12,7 +12,7 @@ import torch
 from composer.utils import dist
 
 from diffusion.contracts.batch import GEOMETRY, Batch
-from diffusion.cost.memory import MEMORY_SHARE, divisors, state_bytes
+from diffusion.cost.facts import MEMORY_SHARE, divisors, state_bytes
 from diffusion.recipe import AnyRecipe, Recipe, RecipeError
 from diffusion.recipe.averaging import profiles
 from diffusion.recipe.techniques import optimizer_of

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from diffusion.cost.memory import num_shards
+from diffusion.cost.facts import num_shards
 
 
 @dataclass

@@ -416,7 +416,7 @@ def test_a_file_that_may_not_be_read(tmp_path, monkeypatch, capsys):
     def refused(*_):
         raise PermissionError(13, 'Permission denied')
 
-    monkeypatch.setattr('diffusion.cost.results.read_lines', refused)
+    monkeypatch.setattr('diffusion.cost.results.read_json_lines', refused)
     assert run(monkeypatch, path) == 2
     assert capsys.readouterr().err == f'{path}: cannot be read: Permission denied\n'
 

@@ -13,20 +13,18 @@ from diffusion.cost.bill import (
     BillError,
     TrainingJob,
     TrainingPhase,
-    bill_json,
-    compare_plans,
     interrupted_run,
     make_bill,
     payment_plan,
+    ways_to_pay,
 )
 from diffusion.cost.encoders import PricedEncoder
-from diffusion.cost.encoding_rates import EncodingRate
-from diffusion.cost.formulas import ONLINE_FACTOR, SD2_BASE, Phase
-from diffusion.cost.plans import PlanError
+from diffusion.cost.formulas import ONLINE_FACTOR, SD2_BASE, Phase, median, quantiles
+from diffusion.cost.interruptions import PlanError
 from diffusion.cost.prices import load_prices
 from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.text import bill_table, plans_table
-from diffusion.cost.uncertain import median, quantiles
+from diffusion.cost.throughput import Rate
 
 # Numbers that make each line easy to work out; nothing is uncertain.
 BY_HAND = [
@@ -58,8 +56,8 @@ def bill(overrides=(), kind='latents', price='gpu_hour.h200.on-demand', job=None
 
 
 def by_name(bill):
-    assert len({line.name for line in bill.lines}) == len(bill.lines)
-    return {line.name: line for line in bill.lines}
+    assert len({line.what for line in bill.rows}) == len(bill.rows)
+    return {line.what: line for line in bill.rows}
 
 
 def test_every_line_by_hand():
@@ -138,7 +136,7 @@ def test_encoders_next_to_training_are_paid_for_all_of_its_time():
 
 
 def test_a_measured_rate_replaces_what_is_assumed_of_encoding():
-    measured = dataclasses.replace(phases()[0], encoder=PricedEncoder('a10g', EncodingRate(50, 'measured', 'here'), load_prices()['gpu_hour.a10g']))
+    measured = dataclasses.replace(phases()[0], encoder=PricedEncoder('a10g', Rate(50, 'measured', 'here'), load_prices()['gpu_hour.a10g']))
     line = by_name(bill(BY_HAND, job=TrainingJob((measured,), 8)))['encode 256 px']
     assert line.quantity == pytest.approx(1e6 / 50 / 3600)
     assert '50 images/s a GPU (measured)' in line.formula
@@ -165,15 +163,14 @@ def test_the_total_is_the_sum_of_the_lines_whatever_is_assumed():
             f'faults.save_sec={rng.uniform(0, 60)}',
         ]
         found = bill(overrides, kind=rng.choice(('latents', 'images', 'synthetic')), price=rng.choice(offers), num_draws=200)
-        total = sum(np.asarray(line.quantity) * line.price.dollars for line in found.lines)
+        total = sum(np.asarray(line.quantity) * line.price.dollars for line in found.rows)
         assert np.allclose(found.dollars, total, rtol=1e-12)
-        assert sum(found.share(line.dollars) for line in found.lines) == pytest.approx(1)
-        assert all(np.all(np.asarray(line.quantity) >= -1e-9) for line in found.lines)
-        assert all(line.price.date and line.price.source for line in found.lines)
+        assert sum(found.share(line.dollars) for line in found.rows) == pytest.approx(1)
+        assert all(np.all(np.asarray(line.quantity) >= -1e-9) for line in found.rows)
+        assert all(line.price.date and line.price.source for line in found.rows)
         p10, p50, p90 = quantiles(found.dollars)
         assert p10 <= p50 <= p90
-        parsed = json.loads(json.dumps(bill_json(found)))
-        assert len(parsed['lines']) == len(found.lines)
+        assert all(json.loads(json.dumps(line.values))['formula'] for line in found.rows)
         assert prices  # read once
 
 
@@ -185,7 +182,7 @@ def test_what_kind_of_data_decides_which_lines_there_are():
     there = by_name(bill(['preparation.downloaded_share=null']))
     assert not {'download', 'store the crawl'} & set(there)
     twice = TrainingJob((phases()[0], dataclasses.replace(phases()[0], name='again')), 8)
-    assert [line.name for line in bill(job=twice).lines].count('encode 256 px') == 1
+    assert [line.what for line in bill(job=twice).rows].count('encode 256 px') == 1
 
 
 def test_ranges_that_are_symmetric_leave_the_median_where_the_points_are():
@@ -193,8 +190,8 @@ def test_ranges_that_are_symmetric_leave_the_median_where_the_points_are():
     points = ['storage.latent_months=2', 'work.person_months=4', 'work.experiments_share=0.4', 'storage.crawl_months=1']
     uncertain, certain = bill([*BY_HAND, *ranges]), bill([*BY_HAND, *points])
     assert median(uncertain.dollars) == pytest.approx(float(certain.dollars), rel=0.003)
-    for one, other in zip(uncertain.lines, certain.lines, strict=True):
-        assert median(one.dollars) == pytest.approx(float(other.dollars), rel=1e-3, abs=1e-9), one.name
+    for one, other in zip(uncertain.rows, certain.rows, strict=True):
+        assert median(one.dollars) == pytest.approx(float(other.dollars), rel=1e-3, abs=1e-9), one.what
     again = bill([*BY_HAND, *ranges])
     assert np.array_equal(again.dollars, uncertain.dollars)  # the same draws every time
 
@@ -223,18 +220,16 @@ def test_what_outlasts_a_reservation_is_on_demand():
 
 def test_plans_side_by_side():
     prices, job = load_prices(), published_job(128)
-    outcomes = compare_plans(job, assumed(), prices, prices.plans('a100-80gb').values(), deadline_hours=6 * 24)
-    by_offer = {outcome.price.name.rpartition('.')[2]: outcome for outcome in outcomes}
+    by_offer = {row.price.offer: row for row in ways_to_pay(job, assumed(), prices, prices.plans('a100-80gb').values())}
     assert list(by_offer) == ['on-demand', 'reserved-1y', 'flat', 'spot']
     assert median(by_offer['on-demand'].dollars) == pytest.approx(median(by_offer['flat'].dollars) * 5.12 / 2)
     assert median(by_offer['flat'].dollars) > 33_874  # the steps alone
     assert by_offer['reserved-1y'].dollars == pytest.approx(128 * 8760 * 3.0012)
-    assert by_offer['flat'].probability_by_deadline > by_offer['spot'].probability_by_deadline
-    assert np.all(by_offer['spot'].wall_hours > by_offer['flat'].wall_hours)
+    assert np.all(by_offer['spot'].quantity > by_offer['flat'].quantity)
     hopeless = assumed(['faults.gpu_hours_between_interruptions=1'])
-    outcomes = compare_plans(job, hopeless, prices, prices.plans('a100-80gb').values())
-    assert 'never ends' in outcomes[-1].problem
-    assert 'never ends' in plans_table(outcomes)
+    rows = ways_to_pay(job, hopeless, prices, prices.plans('a100-80gb').values())
+    assert (rows[-1].quantity, 'never ends' in rows[-1].formula) == (None, True)
+    assert 'never ends' in plans_table(rows)
     with pytest.raises(PlanError, match='never ends'):
         make_bill(job, hopeless, prices, prices['gpu_hour.a100-80gb.spot'])
 
@@ -261,20 +256,12 @@ def test_saves_failures_and_restarts_by_hand():
     assert found.wall_hours == pytest.approx(4 * (stretch + 0.01), rel=1e-9)
 
 
-def test_the_deadline_is_in_hours_of_the_calendar():
-    """Nothing fails and a save takes no time: four hours of steps end after four hours."""
-    prices, job = load_prices(), TrainingJob(phases(), 8)
-    for deadline_hours, probability in ((3.999, 0), (4.001, 1)):
-        [outcome] = compare_plans(job, assumed(BY_HAND), prices, [prices['gpu_hour.h200.on-demand']], deadline_hours)
-        assert outcome.probability_by_deadline == probability
-
-
 def test_a_resolution_that_nothing_is_assumed_of():
     odd = TrainingJob((dataclasses.replace(phases()[0], phase=Phase(64, 1000)),), 1)
     found = bill(job=odd)
     assert 'data' not in found.groups
     assert 'encoding' not in found.groups
-    assert {line.name for line in found.lines if line.group == 'storage'} == {'store checkpoints, phase-256'}
+    assert {line.what for line in found.rows if line.group == 'storage'} == {'store checkpoints, phase-256'}
     assert by_name(found)['GET requests'].quantity == 1000 * 20_000 / 67_108_864 / 1000  # what training reads is known
     [missing] = found.not_counted
     assert missing.startswith('phase-256: its images, their encoding and their storage, for nothing is assumed of how many there are of 64 px')

@@ -3,15 +3,16 @@
 import re
 
 from benchmarks.report import parser
+from diffusion.common.text import markdown_table
 from diffusion.cost.assumptions import Assumptions, draw_all, load_assumptions
 from diffusion.cost.bill import TrainingJob, TrainingPhase, make_bill
-from diffusion.cost.formulas import FORMULAS, SD2_BASE
+from diffusion.cost.formulas import FORMULAS, SD2_BASE, spread_text, two_digits
 from diffusion.cost.prices import load_prices
 from diffusion.cost.published import MOSAICML_TWO_PHASE
-from diffusion.cost.text import bill_table, encoding_table
+from diffusion.cost.text import bill_table, dollars_text
 from diffusion.recipe.keys import known_paths
 from tests.conftest import REPOSITORY, run_python
-from tests.cost.test_encoding import EPOCH, ways
+from tests.cost.test_encoding import EPOCH, IN_STEP, OFFLINE, ONLINE, ways
 
 PAGE = (REPOSITORY / 'docs/cost.md').read_text()
 
@@ -31,9 +32,24 @@ def test_the_bill_on_the_page_is_the_one_that_the_code_makes():
 
 
 def shown_ways():
-    """The setup of the Anyscale post, over two epochs."""
-    overrides = ['online.headroom=0', 'storage.latent_months=1']
-    return encoding_table([ways(4068, num_images=EPOCH // 2, assume=overrides)])
+    """The setup of the Anyscale post, over two epochs; what is assumed has two digits."""
+    found = ways(4068, num_images=EPOCH // 2, assume=['online.headroom=0', 'storage.latent_months=1'])
+    rows = []
+    for way in (IN_STEP, ONLINE, OFFLINE):
+        (steps,) = (row for row in found.rows if row.group == way and row.what == 'steps')
+
+        def digits(number, sign='', is_assumed=steps.kind == 'assumed'):
+            return sign + two_digits(number) if is_assumed else dollars_text(number) if sign else spread_text(number)
+
+        hours = found.of(way, 'encoders', 'quantity')
+        machines = {IN_STEP: 'none', ONLINE: f'{hours / found.hours(way):.0f} a10g', OFFLINE: 'a10g'}[way]
+        encoding, storage = (dollars_text(found.of(way, what)) for what in ('encoders', 'storage'))
+        rows.append([
+            'sd2-base-256', way, machines, digits(found.rate(way)), digits(found.hours(way)), spread_text(hours) if hours else '', encoding, storage,
+            digits(found.of(way, 'steps'), '$'), digits(found.of(way), '$'),
+        ])  # fmt: skip
+    head = ('phase', 'encoding:', 'encoders:', 'images/s', 'hours', 'of encoders', 'encoding', 'storage', 'steps', 'total')
+    return markdown_table(head, rows)
 
 
 def test_the_ways_to_encode_on_the_page_are_those_of_the_code():
@@ -43,8 +59,8 @@ def test_the_ways_to_encode_on_the_page_are_those_of_the_code():
 
 def test_every_line_is_explained():
     explained = ' '.join(PAGE.partition('## The bill')[2].partition('Here is the bill')[0].split())
-    for line in shown_bill().lines:
-        name = re.sub(r', sd2-base-\d+$', ', RECIPE', re.sub(r'\d+ px', 'N px', line.name))
+    for line in shown_bill().rows:
+        name = re.sub(r', sd2-base-\d+$', ', RECIPE', re.sub(r'\d+ px', 'N px', line.what))
         assert f'**{name}**: ' in explained, name
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion.cost.evaluation import EvaluationWork
+from diffusion.cost.facts import EvaluationWork
 
 SD2_512 = {'pass_flop': 0.80e12, 'steps': 50, 'samples': 30_000}
 
@@ -20,4 +20,3 @@ def test_without_guidance_it_is_half_and_decoding_comes_on_top():
     work = EvaluationWork(samples=10, guidance=(1.0, 2.0), steps=4, pass_flop=3.0, decode_flop=5.0)
     assert (work.flop_of_image(1.0), work.flop_of_image(2.0)) == (4 * 3 + 5, 2 * 4 * 3 + 5)
     assert work.flop == 10 * (17 + 29)
-    assert work.share_of(920) == 0.5

@@ -3,8 +3,8 @@
 import pytest
 
 from benchmarks.reporting.series import MILLION, ScalingSeries
-from diffusion.cost.rates import points_and_laws
 from diffusion.cost.scaling import ScalingLaws, ScalingPoint
+from diffusion.cost.throughput import points_and_laws
 
 
 def law(num_gpus, global_size):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks.timing import free_memory, memory_bytes
+from diffusion.cost.facts import state_bytes
 from diffusion.cost.hardware import gpu_name, memory_gb, mfu, peak_flops
-from diffusion.cost.memory import state_bytes
 from diffusion.families.counting.activations import LiveStorages, activations, encoding_bytes
 from diffusion.families.registry import build_network
 

@@ -8,9 +8,8 @@ from diffusion.cost.facts import Cluster, Facts, load_for_planning
 from diffusion.cost.hardware import PEAK_FLOPS
 from diffusion.cost.project import MEMORY_TOLERANCE, memory_checks
 from diffusion.cost.published import MOSAICML_TWO_PHASE
-from diffusion.cost.rate_sources import rate_sources
-from diffusion.cost.rates import RateError
 from diffusion.cost.scaling import ScalingPoint, fit
+from diffusion.cost.throughput import RateError, rate_sources
 from diffusion.families.counting.counts import Counter
 from tests.conftest import REPOSITORY
 
@@ -228,11 +227,13 @@ def test_measured_peaks_stand_beside_the_estimate(write):
         measured = rate_sources(write(row(**changes)), None, [facts], clusters)[0]
         return memory_checks(facts, measured, 40.0)
 
-    (near,) = checks(peak_allocated_bytes=round(estimate / 1.14))
-    assert near.difference <= MEMORY_TOLERANCE
-    (far,) = checks(peak_allocated_bytes=round(estimate / 1.16))
-    assert far.difference > MEMORY_TOLERANCE
-    assert far.difference == pytest.approx(0.16, abs=1e-6)
+    near = checks(peak_allocated_bytes=round(estimate / 1.14))[0]
+    assert near.quantity <= MEMORY_TOLERANCE
+    assert not near.source
+    far = checks(peak_allocated_bytes=round(estimate / 1.16))[0]
+    assert far.quantity > MEMORY_TOLERANCE
+    assert far.quantity == pytest.approx(0.16, abs=1e-6)
+    assert 'believe the measurement' in far.source
     assert checks(peak_allocated_bytes=estimate, precision='bf16') == []  # other activations
     # For the row's own settings: half the micro-batch, no average, one GPU without DDP's buckets and with all of its batch in one pass.
     per_sample, count = facts.per_sample_bytes, 865_910_724
@@ -241,5 +242,5 @@ def test_measured_peaks_stand_beside_the_estimate(write):
         ({'ema': False}, 4 * count),
         ({'num_gpus': 1, 'gpus_per_node': 1}, 4 * count),
     ):
-        assert checks(peak_allocated_bytes=estimate, **changes)[0].estimated_bytes == estimate - less
+        assert checks(peak_allocated_bytes=estimate, **changes)[1].quantity == estimate - less
     assert checks(peak_allocated_bytes=estimate, device='CPU') == []

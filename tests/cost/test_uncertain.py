@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from diffusion.cost.uncertain import check, draw, is_uncertain, median, quantiles, spread_text, two_digits
+from diffusion.cost.formulas import draw, is_uncertain, median, quantiles, range_problem, spread_text, two_digits
 
 
 def test_draws_have_the_quantiles_of_their_distributions():
@@ -48,11 +48,11 @@ def test_the_sum_of_symmetric_ranges_has_its_median_at_the_sum_of_their_middles(
     'wrong', ['5', True, [True, 2], [1], [], [1, 2, 3, 4], [2, 1], [1, 3, 2], None, float('inf'), float('nan'), {'a': 1}, [[1, 2]]]
 )
 def test_what_is_neither_a_number_nor_a_range(wrong):
-    assert check(wrong)
+    assert range_problem(wrong)
 
 
 def test_what_is():
-    assert not any(check(value) for value in (0, 5.5, -1, [1, 2], [1, 1, 2], [1.0, 1.5, 2]))
+    assert not any(range_problem(value) for value in (0, 5.5, -1, [1, 2], [1, 1, 2], [1.0, 1.5, 2]))
 
 
 def test_numbers_for_a_person():

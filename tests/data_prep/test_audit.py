@@ -94,8 +94,8 @@ def test_a_sound_dataset(folder):
     found = audit_dataset(folder)
     assert found.problems == []
     assert found.remedies == []
-    assert (found.books.num_samples, found.findings.checked, found.findings.sound, found.num_read) == (12, 12, 12, 3)
-    assert found.books.num_bytes == sum(path.stat().st_size for path in folder.rglob('*.mds'))
+    assert (found.metadata.num_samples, found.findings.checked, found.findings.sound, found.num_read) == (12, 12, 12, 3)
+    assert found.metadata.num_bytes == sum(path.stat().st_size for path in folder.rglob('*.mds'))
     histograms = found.findings.histograms
     assert {name: counts.sum() for name, counts in histograms.items()} == dict.fromkeys(('width', 'height', 'aspect', 'caption'), 12)
     assert {px: n for px, n in enumerate(histograms['width']) if n} == {30: 3, 40: 3, 64: 3, 100: 3}
@@ -140,7 +140,7 @@ def test_lost_shards_are_all_named_and_the_remedy_mends_them(folder, source):
     assert audit_dataset(folder).problems == []
 
 
-def test_books_that_do_not_agree(folder, source):
+def test_metadata_that_does_not_agree(folder, source):
     manifest = json.loads((folder / 'manifest.json').read_text())
     manifest['num_samples'] = 13
     manifest['dropped']['short side below 16 px'] = 3
@@ -346,7 +346,7 @@ def test_buckets_are_audited_together(source, tmp_path):
     convert(source, folder, Options(buckets=MinSideBuckets((16, 50))))
     found = audit_dataset(folder)
     assert found.problems == []
-    assert {name: manifest.num_samples for name, manifest in found.books.streams.items()} == {'side-16': 6, 'side-50': 6}
+    assert {name: manifest.num_samples for name, manifest in found.metadata.streams.items()} == {'side-16': 6, 'side-50': 6}
     assert found.findings.sound == 12
     write_report(found, folder / 'report.html')
     assert 'short side of 16 px or more, below 50 px' in (folder / 'report.html').read_text()
@@ -362,7 +362,7 @@ def test_sound_latents(latents):
     found = audit_dataset(latents)
     assert found.problems == []
     rows = list(LocalDataset(local=str(latents)))
-    scaling = found.books.manifest.encoder['scaling_factor']
+    scaling = found.metadata.manifest.encoder['scaling_factor']
     for name, reduce in (('mean', np.mean), ('std', np.std)):
         expected = [scaling * reduce(row['moments'][: len(row['moments']) // 2].astype(np.float64)) for row in rows]
         counts, scale = found.findings.histograms[name], SCALES[name]
@@ -483,7 +483,7 @@ def test_a_sample_of_the_dataset(folder):
     assert [thumbnail.caption for thumbnail in audit_dataset(folder, sample=2).findings.thumbnails] == [
         thumbnail.caption for thumbnail in found.findings.thumbnails
     ]
-    unread = ({'00000', '00001', '00002'} - {task.shard.basename.split('/')[0] for task in plan(found.books.shards, 2)}).pop()
+    unread = ({'00000', '00001', '00002'} - {task.shard.basename.split('/')[0] for task in plan(found.metadata.shards, 2)}).pop()
     (folder / unread / 'shard.00000.mds').unlink()
     assert kinds(audit_dataset(folder, sample=2)) == {'lost shard': [f'{unread}/shard.00000.mds']}  # noticed without reading any shard
     assert audit_dataset(folder, sample=999).findings.checked == 12

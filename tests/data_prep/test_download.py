@@ -21,10 +21,9 @@ from moto.server import ThreadedMotoServer
 
 from data_prep.crawling import crawl
 from data_prep.crawling.addresses import network
-from data_prep.crawling.crawl import download
+from data_prep.crawling.crawl import UrlList, download
 from data_prep.crawling.crawled_shard import ADDED, ShardError, check, may_pass
 from data_prep.crawling.fetch import Fetching
-from data_prep.crawling.url_list import UrlList
 from data_prep.mds.job import Share
 from diffusion.contracts.errors import DataError
 from tests.conftest import REPOSITORY, read_json, run_python

@@ -20,15 +20,13 @@ from data_prep.engines.local import LocalEngine
 from data_prep.mds.job import Share
 from data_prep.mds.writing import PartEnd
 from data_prep.recaptioning.captioner import Captioner, Generation, KeyedSampling, Preparation
-from data_prep.recaptioning.dataset import recaption
-from data_prep.recaptioning.passes import NOT_PREPARED, Choice, ImagesOfShards, Recaptioning
+from data_prep.recaptioning.dataset import NOT_PREPARED, Choice, ImagesOfShards, Recaptioning, recaption
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.contracts.manifest import Manifest
-from diffusion.datasets.captions import captions_of
 from diffusion.datasets.decode import open_image
 from diffusion.datasets.loader import train_loader
-from diffusion.datasets.shards import agreed_shards
+from diffusion.datasets.shards import agreed_shards, captions_of
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import EncoderSource
 from tests.conftest import ASPECT_IMAGES, NUM_IMAGES, REPOSITORY, read_json, run_here, run_python

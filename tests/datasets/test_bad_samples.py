@@ -12,9 +12,9 @@ from streaming import MDSWriter, StreamingDataset
 from diffusion.common.files import read_json_lines
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import Manifest
-from diffusion.datasets import bad_samples
-from diffusion.datasets.bad_samples import BadSamples
+from diffusion.datasets import mds
 from diffusion.datasets.loader import dataset_identities, train_loader
+from diffusion.datasets.mds import BadSamples
 from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import load_recipe
 from tests.conftest import NUM_IMAGES, REPOSITORY, run_python
@@ -53,7 +53,7 @@ def test_who_looks_whether_a_sample_is_noted_keeps_the_others_out_until_it_is(tm
             fcntl.flock(others, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return read_json_lines(path)
 
-    monkeypatch.setattr(bad_samples, 'read_lines', look)
+    monkeypatch.setattr(mds, 'read_lines', look)
     note(path, [1, 2, 1])
     assert noted(path) == [1, 2]
     with path.open('ab') as others:

@@ -16,8 +16,8 @@ from streaming.base.world import World
 from data_prep.converting.buckets import AspectBuckets
 from diffusion.contracts.errors import DataError, ManifestError
 from diffusion.contracts.manifest import Manifest
-from diffusion.datasets.buckets import BucketShare, buckets_of, shares, summary
 from diffusion.datasets.loader import eval_loader, train_loader
+from diffusion.datasets.sources import BucketShare, buckets_of, shares, summary
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import load_recipe

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from diffusion.datasets.captions import captions_of, pick
+from diffusion.datasets.shards import captions_of, pick
 
 THREE = [('often', 0.5), ('sometimes', 0.3), ('seldom', 0.2)]
 

@@ -8,8 +8,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from data_prep.converting.dataset import convert
-from diffusion.datasets.colour import MAX_PROFILE_BYTES
-from diffusion.datasets.decode import PROFILE_NOTE, canonical, open_image
+from diffusion.datasets.decode import MAX_PROFILE_BYTES, PROFILE_NOTE, canonical, open_image
 from diffusion.datasets.transforms import covered
 from tests.data_prep.sources.test_sources import put, samples
 from tests.datasets.sharpness import fine_energy, jpeg, low_pass, scene

@@ -9,8 +9,8 @@ from diffusion.common import object_storage
 from diffusion.common.storage import StorageError
 from diffusion.contracts.errors import BAD_DATA, BAD_RECIPE, STALLED, DataError, ManifestError, train_code
 from diffusion.contracts.manifest import Manifest
-from diffusion.datasets.index import HASH
 from diffusion.datasets.loader import eval_loader, train_loader
+from diffusion.datasets.shards import HASH
 from diffusion.recipe import load_recipe
 from tests.common.s3_server import BUCKET
 from tests.conftest import NUM_IMAGES, REPOSITORY

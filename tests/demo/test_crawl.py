@@ -5,7 +5,7 @@ from streaming import LocalDataset
 
 from data_prep.shapes import vocabulary
 from diffusion.contracts.manifest import Manifest
-from diffusion.datasets.captions import words_of
+from diffusion.datasets.shards import words_of
 from diffusion.demo.crawl import prepare, split
 from tests.conftest import NUM_IMAGES, read_json
 

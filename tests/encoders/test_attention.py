@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diffusion.encoders.attention import AttentionError, any_kernel, use_attention
+from diffusion.encoders.frozen_part import AttentionError, any_kernel, use_attention
 from diffusion.families.registry import build_network, kernels_in_use, shapes
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.builder import build_trainer

@@ -12,9 +12,8 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from data_prep.shapes import vocabulary
 from diffusion.contracts.errors import EncoderError
-from diffusion.encoders.attention import use_attention
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.encoders.frozen_part import weights_sha256
+from diffusion.encoders.frozen_part import use_attention, weights_sha256
 from diffusion.encoders.pretrained import save_tokenizer
 from diffusion.encoders.random_encoders import build_tokenizer, build_vae, text_encoders_like, vae_like, write_stand_in
 from diffusion.encoders.sizes import KINDS

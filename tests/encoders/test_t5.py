@@ -14,8 +14,7 @@ from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import text_length_like, write_stand_in
 from diffusion.encoders.sizes import KINDS
-from diffusion.encoders.text import MaskedClip
-from diffusion.encoders.text_t5 import MaskedT5, MaskedUmt5, find_masked
+from diffusion.encoders.text import MaskedClip, MaskedT5, MaskedUmt5, find_masked
 from diffusion.families.counting.counts import Counter
 from diffusion.recipe.schema import EncoderSource, Recipe
 

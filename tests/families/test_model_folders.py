@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPImageProcessor
 
 from diffusion.contracts.errors import EncoderError
-from diffusion.encoders.configs import read_configs
 from diffusion.encoders.patches import PatchFeatures
+from diffusion.encoders.pretrained import read_configs
 from diffusion.evaluation.job.models import DrawingModel
 from diffusion.families.pipeline import open_model, part_classes
 from diffusion.families.registry import FAMILIES, family_of

@@ -20,7 +20,7 @@ from diffusion.datasets.collate import Collate
 from diffusion.datasets.keyed_random import Draw, normal
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import text_encoders_like
-from diffusion.encoders.text_pair import ClipPair
+from diffusion.encoders.text import ClipPair
 from diffusion.families.counting.counts import Counter
 from diffusion.families.networks import find_network
 from diffusion.families.pipeline import generate

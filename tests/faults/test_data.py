@@ -10,7 +10,7 @@ import pytest
 
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
 from diffusion.contracts.errors import BAD_DATA, STALLED, DataError, DataUnavailable
-from diffusion.datasets.synthetic import EpochSampler
+from diffusion.datasets.loader import EpochSampler
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY, TINY

@@ -23,7 +23,7 @@ from streaming.base.util import clean_stale_shared_memory
 
 from diffusion.common import belongings
 from diffusion.common.belongings import SHARED_MEMORY
-from diffusion.datasets import leftovers
+from diffusion.datasets import strict
 from tests.conftest import REPOSITORY
 from tests.datasets.streams import NUM_SAMPLES, contents, ours, rows, stock, use_tmpdir, write_data
 from tests.faults.children import CONTEXT, ranks
@@ -129,7 +129,7 @@ def test_an_orphan_under_any_of_the_names_is_passed_by(data, tmp_path, monkeypat
     numbers = [900_000 + os.getpid() % 1000 * 20 + index for index in range(len(taken) + 1)]
     orphans = [SHARED_MEMORY / f'{number:06}_{name}' for number, name in zip(numbers, taken, strict=False)]
     draws = iter(numbers)
-    monkeypatch.setattr(leftovers._random, 'choice', lambda _: next(draws))
+    monkeypatch.setattr(strict._random, 'choice', lambda _: next(draws))
     for index, orphan in enumerate(orphans):
         orphan.write_bytes(b'x' * (index % 2))
     try:

@@ -143,8 +143,8 @@ def test_plan_says_what_it_takes(tmp_path):
     assert 'and 2,765,633 of its discriminator' in page
     assert 'encoders    none' in page
     plan = json.loads((tmp_path / 'plan.json').read_text())
-    (phase,) = plan['gpu_counts'][0]['phases']
-    assert phase['fits']
-    assert phase['memory_bytes']['activations'] > 0
-    assert plan['encoding'] == []
-    assert plan['recipes'][0]['network'] == 'tiny'
+    rows = {row['what']: row for row in plan['rows']}
+    assert '; fits into 94%' in rows['memory']['formula']
+    assert rows['activations']['quantity'] > 0
+    assert not {'in step', 'online', 'offline'} & {row['group'] for row in plan['rows']}
+    assert rows['network']['formula'].startswith('tiny')

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from diffusion.cost.memory import divisors
+from diffusion.cost.facts import divisors
 from diffusion.families.registry import build_network
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training import micro_batch

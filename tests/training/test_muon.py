@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint
-from diffusion.cost.memory import state_bytes
+from diffusion.cost.facts import state_bytes
 from diffusion.families.counting.counts import Counter
 from diffusion.families.registry import build_network, family_of
 from diffusion.recipe import RecipeError, load_recipe

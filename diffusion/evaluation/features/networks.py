@@ -21,7 +21,7 @@ from diffusion.common.processes import quick_imports
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.keyed_random import Draw, random_bits
-from diffusion.encoders.attention import any_kernel
+from diffusion.encoders.frozen_part import any_kernel
 from diffusion.encoders.pretrained import load_model, load_tokenizer
 from diffusion.evaluation.features.weights import WeightsSource, file_sha256, find_file, find_folder, folder_file, read_tensors
 

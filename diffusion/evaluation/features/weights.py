@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
-from diffusion.encoders.configs import hub_problem
+from diffusion.encoders.pretrained import hub_problem
 
 READ_BYTES = 1 << 24
 MODEL_FILES = ('model.safetensors', 'pytorch_model.bin')  # of a folder of transformers, the better one first

@@ -19,10 +19,9 @@ from diffusion.common.storage import Folder, open_folder, scratch_for
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError, InputError
 from diffusion.contracts.manifest import MANIFEST_NAME, Manifest
-from diffusion.datasets.captions import captions_of, pick
 from diffusion.datasets.decode import ImageError, size_of
 from diffusion.datasets.keyed_random import Draw, by_id, random_bits, uniform
-from diffusion.datasets.shards import agreed_shards, read_shard
+from diffusion.datasets.shards import agreed_shards, captions_of, pick, read_shard
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.webp')
 OTHER_SUFFIXES = ('.apng', '.avif', '.bmp', '.gif', '.heic', '.heif', '.jfif', '.jpe', '.tif', '.tiff')  # as data_prep: counted, not opened

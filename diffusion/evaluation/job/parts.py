@@ -27,7 +27,7 @@ from diffusion.common.text import brief, counted, first_line
 from diffusion.contracts.errors import DataError, InputError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
 from diffusion.datasets.decode import ImageError
-from diffusion.datasets.index import HASH
+from diffusion.datasets.shards import HASH
 from diffusion.datasets.transforms import SQUARE, covered
 from diffusion.evaluation.features.extractors import Extractor, in_batches
 from diffusion.evaluation.job.images import Prompt, RealImage, RealImages, parts_with, read_batches

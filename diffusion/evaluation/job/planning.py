@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.common.text import counted
-from diffusion.cost.evaluation import EvaluationWork
+from diffusion.cost.facts import EvaluationWork
 from diffusion.cost.hardware import device_name, peak_flops
 from diffusion.encoders.pretrained import load_config
 from diffusion.evaluation.job.images import open_images, read_prompts_file

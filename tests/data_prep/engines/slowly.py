@@ -10,7 +10,7 @@ from typing import Any
 from data_prep.converting import dataset as converting
 from data_prep.converting.conversion import Conversion, Piece
 from data_prep.encoding import dataset as encoding
-from data_prep.encoding.passes import EncodeWork
+from data_prep.encoding.dataset import EncodeWork
 from data_prep.engines.engine import Resources
 from data_prep.mds.tally import Tally
 

@@ -39,7 +39,7 @@ def test_parts_that_would_have_the_same_name_are_refused(tmp_path):
 
 
 def test_a_tar_with_files_that_are_too_large_or_of_macos(tmp_path, monkeypatch):
-    monkeypatch.setattr('data_prep.sources.img2dataset.MAX_IMAGE_BYTES', 5000)
+    monkeypatch.setattr('data_prep.sources.webdataset.MAX_IMAGE_BYTES', 5000)
     rows = [(f'{i:09d}', 'caption', jpeg(seed=i), 'success') for i in range(3)]
     rows[1] = (rows[1][0], 'c' * 6000, rows[1][2], 'success')
     rows[2] = (*rows[2][:2], jpeg(300, 300), 'success')
@@ -48,7 +48,7 @@ def test_a_tar_with_files_that_are_too_large_or_of_macos(tmp_path, monkeypatch):
         tar.addfile(tarfile.TarInfo('._000000000.jpg'), io.BytesIO())
     tally = convert(source, tmp_path / 'out')
     assert tally.kept == 1
-    assert sorted(tally.dropped) == ['caption over 0 MB', 'over 0 MB']
+    assert sorted(tally.dropped) == ['caption over 64 MB', 'over 64 MB']
 
 
 def test_a_damaged_part_in_the_middle_stops_what_its_repair_finishes(tmp_path):

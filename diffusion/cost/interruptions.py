@@ -1,7 +1,6 @@
 """Failures, saves and ways to pay: the best interval between saves, and time and price of an interrupted run, on demand, reserved or on spot.
 
-The mean is J. T. Daly's complete model (`expected_stretch`); the probability of finishing by a date comes from a simulation of the same events:
-failures of a Poisson process, each of which loses the work since the last save.
+Failures are a Poisson process, each of which loses the work since the last save; the expected time is J. T. Daly's complete model.
 """
 
 import math
@@ -12,44 +11,26 @@ import numpy as np
 
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
-from diffusion.cost.formulas import HOURS_PER_DAY, HOURS_PER_YEAR, SEC_PER_HOUR, Number
+from diffusion.cost.formulas import HOURS_PER_DAY, HOURS_PER_YEAR, Number
 from diffusion.cost.prices import Price
 
 LARGEST_STRETCH = 100  # wall time over that of steps and saves: more is no plan
-MOST_INTERRUPTIONS = 100_000  # nor is a simulated run that meets more
 
 
 class PlanError(InputError):
     """A run that cannot come to an end, or a way to pay that lacks a price."""
 
 
-def young_sec(save_sec: float, between_failures_sec: float) -> float:
-    """Interval that loses least time to first order, sqrt(2 C M). J. W. Young, Communications of the ACM 17(9), 1974."""
-    return math.sqrt(2 * save_sec * between_failures_sec)
-
-
-def daly_sec(save_sec: float, between_failures_sec: float) -> float:
-    """The same from the end of a save to the begin of the next, for C << M. J. T. Daly, Future Generation Computer Systems 22(3), 2006."""
-    return young_sec(save_sec, between_failures_sec) - save_sec
-
-
 def best_interval_sec(save_sec: float, between_failures_sec: float, restart_sec: float) -> float:
     """Interval from save to save of the highest availability, C + sqrt(2 (M + R) C + C^2). arXiv 2410.18124.
 
-    Args:
-        save_sec: C, for which training stands still.
-        between_failures_sec: M, of the whole job.
-        restart_sec: R, from the start of a process to its first step.
+    C: save_sec, for which training stands still; M: of the whole job; R: from the start of a process to its first step.
     """
     return save_sec + math.sqrt(2 * (between_failures_sec + restart_sec) * save_sec + save_sec**2)
 
 
 def overhead(interval_sec: float, save_sec: float, between_failures_sec: float, restart_sec: float, notice_sec: float = 0.0) -> float:
-    """Share of the time that saving and failing cost, to first order: C / tau + (tau / 2 + D + R) / M.
-
-    Args:
-        notice_sec: D, until someone has seen the failure and started again.
-    """
+    """Share of the time that saving and failing cost, to first order: C / tau + (tau / 2 + D + R) / M, with D until someone has started again."""
     return save_sec / interval_sec + (interval_sec / 2 + notice_sec + restart_sec) / between_failures_sec
 
 
@@ -61,21 +42,14 @@ def expected_stretch(interval_sec: Number, save_sec: Number, between_failures_se
 
     Args:
         interval_sec: tau, work from the end of a save to the begin of the next.
-        save_sec: C.
         between_failures_sec: M, of the whole job; infinite is never.
-        restart_sec: R.
-        notice_sec: D.
     """
     segment_sec, per_sec = np.add(interval_sec, save_sec), np.divide(1.0, between_failures_sec)
     with np.errstate(over='ignore'):
-        passed_sec = segment_sec * _growth(segment_sec * per_sec) * np.exp(np.add(restart_sec, notice_sec) * per_sec)
+        failures = np.asarray(segment_sec * per_sec, dtype=float)
+        growth = np.where(failures == 0, 1.0, np.expm1(failures) / np.where(failures == 0, 1.0, failures))  # (e^x - 1) / x, 1 at 0
+        passed_sec = segment_sec * growth * np.exp(np.add(restart_sec, notice_sec) * per_sec)
     return passed_sec / interval_sec
-
-
-def _growth(x: Number) -> Number:
-    """(e^x - 1) / x, 1 at 0."""
-    x = np.asarray(x, dtype=float)
-    return np.where(x == 0, 1.0, np.expm1(x) / np.where(x == 0, 1.0, x))
 
 
 @dataclass(frozen=True)
@@ -112,16 +86,12 @@ class InterruptedRun:
 
     @property
     def paid_hours(self) -> Number:
-        """Expected wall hours with machines.
-
-        Raises:
-            PlanError: the run would hardly ever come through an interval between saves. Saves that take longer than the steps do come to an end.
-        """
+        """Expected wall hours with machines; PlanError if the run would hardly ever come through an interval between saves."""
         return self._expected([part.paid_stretch for _, part in self.parts])
 
     @property
     def wall_hours(self) -> Number:
-        """Expected wall hours."""
+        """Expected wall hours; PlanError as for `paid_hours`."""
         return self._expected([part.wall_stretch for _, part in self.parts])
 
     def _expected(self, stretches: Sequence[Number]) -> Number:
@@ -180,10 +150,9 @@ class PaymentPlan:
 def plan_for(price: Price, on_demand: Price | None = None, taken_over_share: Number = 0.0) -> PaymentPlan:
     """Return the plan that a price's name means: `reserved-1y` a year, `capacity-block` whole days, `spot...` spot, anything else on demand.
 
-    Raises:
-        PlanError: a reservation without an on-demand price for what goes beyond it, or for a time that its name does not tell.
+    A reservation needs an on-demand price for what goes beyond it, and a time that its name tells; PlanError else.
     """
-    offer = price.name.rpartition('.')[2]
+    offer = price.offer
     if offer.startswith('capacity-block'):  # nothing goes beyond it
         return PaymentPlan(price, price, None, taken_over_share)
     if not offer.startswith('reserved'):
@@ -195,42 +164,3 @@ def plan_for(price: Price, on_demand: Price | None = None, taken_over_share: Num
         name = f'{price.name.rpartition(".")[0]}.on-demand'
         raise PlanError(f'{price.name}: at which price goes what is beyond the reservation? add {name} to the list (--price {name}=DOLLARS)')
     return PaymentPlan(price, on_demand, int(years) * HOURS_PER_YEAR, taken_over_share)
-
-
-def finish_hours(run: InterruptedRun, num_draws: int = 10_000, seed: int = 0) -> np.ndarray:
-    """Simulate the wall hours of a run `num_draws` times: an interruption undoes the work since the last save.
-
-    Where the run itself is uncertain each simulation takes one of its draws.
-
-    Raises:
-        PlanError: more interruptions than a run can meet and end.
-    """
-    rng = np.random.default_rng(seed)
-    expected = sum(np.max(hours * SEC_PER_HOUR * part.paid_stretch / part.between_sec) for hours, part in run.parts)
-    if not expected < MOST_INTERRUPTIONS / 2:
-        raise PlanError(f'the run would meet {expected:,.3g} interruptions: too many to come to its end; save more often or use fewer GPUs')
-    total_sec = np.zeros(num_draws)
-    for hours, part in run.parts:
-        sizes = (hours * SEC_PER_HOUR, part.interval_sec, part.save_sec, part.between_sec, part.restart_sec, part.wait_sec)
-        total_sec += _simulated_sec(rng, *(np.resize(np.asarray(size, dtype=float), num_draws) for size in sizes))
-    return total_sec / SEC_PER_HOUR
-
-
-def _simulated_sec(
-    rng: np.random.Generator, work: np.ndarray, interval: np.ndarray, save: np.ndarray, between: np.ndarray, restart: np.ndarray, wait: np.ndarray
-) -> np.ndarray:
-    """Wall seconds of each run; one round of the loop is the time from one interruption to the next, for all that are not done."""
-    wall, left, start = np.zeros_like(work), work.copy(), np.zeros_like(work)
-    for _ in range(MOST_INTERRUPTIONS):
-        lasts = np.where(np.isinf(between), np.inf, rng.exponential(np.where(np.isinf(between), 1.0, between)))
-        needed = start + left + np.ceil(left / interval - 1e-9) * save
-        running = left > 0
-        done = running & (lasts >= needed)
-        wall += np.where(done, needed, np.where(running, lasts + wait, 0.0))
-        with np.errstate(invalid='ignore'):
-            saved = np.floor(np.maximum(0.0, lasts - start) / (interval + save)) * interval
-        left = np.where(done | ~running, 0.0, left - saved)
-        start = restart
-        if not np.any(left > 0):
-            return wall
-    raise AssertionError(f'a run that was expected to end met {MOST_INTERRUPTIONS:,} interruptions')
