@@ -25,7 +25,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from streaming import StreamingDataset
-from streaming.base import dataset
+from streaming.base import dataset as streaming_dataset
 from streaming.base.constant import LOCALS, SHM_TO_CLEAN, TICK
 from streaming.base.dataset import _ShardState
 from streaming.base.format.mds import MDSReader
@@ -47,12 +47,12 @@ _random = random.SystemRandom()  # no draw of the run's own generators
 @contextmanager
 def own_number() -> Iterator[None]:
     """Within the context a StreamingDataset gets a number of its own. All processes of a job enter together."""
-    found, temporary = dataset.get_shm_prefix, dataset.gettempdir
-    dataset.get_shm_prefix = _number_and_segment  # type: ignore[assignment]
+    found, temporary = streaming_dataset.get_shm_prefix, streaming_dataset.gettempdir
+    streaming_dataset.get_shm_prefix = _number_and_segment  # type: ignore[assignment]
     try:
         yield
     finally:
-        dataset.get_shm_prefix, dataset.gettempdir = found, temporary
+        streaming_dataset.get_shm_prefix, streaming_dataset.gettempdir = found, temporary
 
 
 def _number_and_segment(streams_local: Sequence[str], streams_remote: Any, world: Any, retry: int = 0) -> tuple[int, SharedMemory]:
@@ -61,7 +61,7 @@ def _number_and_segment(streams_local: Sequence[str], streams_remote: Any, world
     number = on_first_rank_of_node(partial(_take, list(streams_local), made))
     entry = _entry(number)
     if entry is not None:
-        dataset.gettempdir = lambda: str(entry)  # where it puts the lock files
+        streaming_dataset.gettempdir = lambda: str(entry)  # where it puts the lock files
         if not made:
             belongings.join(entry)
     return number, made[0] if made else SharedMemory(_path(number, LOCALS), False)

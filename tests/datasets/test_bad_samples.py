@@ -53,7 +53,7 @@ def test_who_looks_whether_a_sample_is_noted_keeps_the_others_out_until_it_is(tm
             fcntl.flock(others, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return read_json_lines(path)
 
-    monkeypatch.setattr(mds, 'read_lines', look)
+    monkeypatch.setattr(mds, 'read_json_lines', look)
     note(path, [1, 2, 1])
     assert noted(path) == [1, 2]
     with path.open('ab') as others:
