@@ -73,8 +73,7 @@ def ways_of(actors: int) -> dict[str, EngineSetup]:
 
 def draw(folder: Path, num_images: int) -> Path:
     """An image MDS in parts of IMAGES_PER_PART."""
-    from data_prep.converting.conversion import Options
-    from data_prep.converting.dataset import convert
+    from data_prep.converting.conversion import Options, convert
 
     write_crawl(folder / f'crawl-{num_images}', num_images)
     convert(folder / f'crawl-{num_images}', folder / f'images-{num_images}', Options(shard_bytes=SHARD_BYTES))

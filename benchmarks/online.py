@@ -136,15 +136,15 @@ def train(run: TrainingRun, place: Prepared) -> dict[str, float]:
 
 def limited(rate: float) -> type:
     """The encoder that the product has, with a sleep after each micro-batch so that it does no more than `rate` images a second."""
-    from diffusion.online.encoder import Answer, ImageEncoder
+    from diffusion.online.encoder import ImageEncoder
 
     class LimitedEncoder(ImageEncoder):
         next_free = 0.0
 
-        def encode(self, images: Any, training: bool) -> Answer:
+        def encode(self, images: Any, training: bool) -> Any:
             begun = max(time.monotonic(), self.next_free)  # as if what it computes took no time of its own
             answer = super().encode(images, training)
-            self.next_free = begun + (0 if answer.moments is None else len(answer.moments)) / rate
+            self.next_free = begun + (0 if isinstance(answer, Exception) else len(answer)) / rate
             time.sleep(max(0.0, self.next_free - time.monotonic()))
             return answer
 
@@ -163,7 +163,7 @@ def run_apart(run: TrainingRun, place: Prepared) -> dict[str, Any]:
 
 def prepare(place: Prepared, num_images: int, resolutions: Sequence[int]) -> None:
     """Images, encoders, and latents of the first resolution."""
-    from data_prep.converting.dataset import convert
+    from data_prep.converting.conversion import convert
     from data_prep.encoding.dataset import encode
     from data_prep.shapes import vocabulary
     from diffusion.encoders.random_encoders import write_stand_in

@@ -12,8 +12,10 @@ import os
 import time
 from pathlib import Path
 
-from data_prep.mds.command import add_processes, exit_code, parser
-from diffusion.common.arguments import positive_int
+from pydantic import PositiveInt
+
+from data_prep.mds.command import exit_code, host_processes
+from diffusion.common.command_line import Arguments, option, positional
 from diffusion.common.text import print_message, print_page
 from diffusion.contracts.errors import BAD_INPUT, DataError, IncompleteError
 from diffusion.contracts.manifest import Manifest
@@ -22,8 +24,22 @@ EXIT_CODES = """exit codes: 0 the dataset is sound; 2 it is not, or is no datase
 3 storage could not be read, or a worker was killed: the same command may succeed later"""
 
 
+class AuditRequest(Arguments):
+    """Dataset to check."""
+
+    dataset: str = positional('DATASET', 'folder or URL of an MDS dataset of images or latents')
+    sample: PositiveInt | None = option(
+        None,
+        'check N samples spread evenly over the dataset instead of all, and read and hash only the shards that hold them; '
+        'of the other shards only presence and size are checked',
+        'N',
+    )
+    report: Path | None = option(None, 'the page (default: DATASET/report.html, or ./audit-NAME.html for a URL)', 'FILE')
+    processes: PositiveInt | None = option(None, 'worker processes on this host (default: its cores)', 'N')
+
+
 def report_path(where: str, chosen: Path | None) -> Path:
-    """Where the report goes.
+    """Return the path of the report.
 
     Raises:
         DataError: it cannot be written there.
@@ -36,20 +52,8 @@ def report_path(where: str, chosen: Path | None) -> Path:
 
 
 def main() -> int:
-    options = parser('data_prep.audit', __doc__)
-    options.epilog = EXIT_CODES
-    options.add_argument('dataset', metavar='DATASET', help='folder or URL of an MDS dataset of images or latents')
-    options.add_argument(
-        '--sample',
-        type=positive_int,
-        metavar='N',
-        help='check N samples spread evenly over the dataset instead of all, and read and hash only the shards that hold them; '
-        'of the other shards only presence and size are checked',
-    )
-    options.add_argument('--report', type=Path, metavar='FILE', help='the page (default: DATASET/report.html, or ./audit-NAME.html for a URL)')
-    add_processes(options)
-    args = options.parse_args()
-    return exit_code(args.dataset, lambda: audit_and_report(args.dataset, args.report, args.sample, args.processes))
+    args = AuditRequest.parse('data_prep.audit', __doc__, EXIT_CODES)
+    return exit_code(args.dataset, lambda: audit_and_report(args.dataset, args.report, args.sample, args.processes or host_processes()))
 
 
 def audit_and_report(dataset: str, report: Path | None, sample: int | None, processes: int) -> int:

@@ -14,135 +14,120 @@ DEST gets MDS shards with SHA-256 hashes, `manifest.json`, and `failures.parquet
 Run the same command again after a stop to resume. Several hosts: the same command on each, with --rank and --world-size.
 """
 
-import argparse
 from contextlib import closing
+from typing import Annotated, Any, Literal
 
-from data_prep.converting.buckets import OneStream, buckets
-from data_prep.converting.digests import KINDS
-from data_prep.converting.filters import LAION_COLUMNS, Filters, condition, laion_condition
-from data_prep.engines.options import add_engine_options, engine_of
-from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
-from diffusion.common.arguments import positive_float, positive_int
+from pydantic import AfterValidator, BeforeValidator, PositiveFloat, PositiveInt
 
+from data_prep.converting.buckets import OneStream
+from data_prep.converting.buckets import buckets as read_buckets
+from data_prep.converting.filters import LAION_COLUMNS, Condition, Filters, Options, condition, laion_condition
+from data_prep.engines.options import EngineRequest
+from data_prep.mds.command import EXIT_CODES, run_command
+from diffusion.common.command_line import Names, option, positional
 
-def main() -> int:
-    options = parser('data_prep.convert', __doc__)
-    options.add_argument('source', metavar='SOURCE', help='folder or URL of captioned images')
-    options.add_argument('dest', metavar='DEST', help='folder or URL for the MDS dataset, new or begun by this command')
-    options.add_argument('--split', metavar='NAME', help='which split of the source, such as train, if it has several')
-
-    options.add_argument(
-        '--columns',
-        type=column_names,
-        default={},
-        metavar='image=COLUMN,caption=COLUMN',
-        help='what the columns of MDS shards without a manifest, or of parquet, are; key= and url= too',
-    )
-
-    filters = options.add_argument_group('filters, each counted by its reason')
-    filters.add_argument('--min-side', type=positive_int, default=1, metavar='PX', help='leave out images whose shorter side is smaller')
-    filters.add_argument(
-        '--max-aspect-ratio', type=aspect_ratio, metavar='R', help='leave out images whose longer side is more than R times the shorter'
-    )
-    filters.add_argument('--drop-blank', action='store_true', help='leave out images of (almost) one colour')
-    filters.add_argument('--min-caption-chars', type=positive_int, default=1, metavar='N', help='leave out shorter captions (default: empty ones)')
-    filters.add_argument(
-        '--max-caption-chars', type=positive_int, default=10_000, metavar='N', help='leave out longer captions (default %(default)s)'
-    )
-    for name, comparison, what in SCORES:
-        bound = 'max' if comparison == '<=' else 'min'
-        filters.add_argument(f'--{bound}-{name}', type=float, metavar='X', help=f'{what}: column {", ".join(LAION_COLUMNS[name][:2])} ...')
-    filters.add_argument(
-        '--where', type=condition, action='append', default=[], metavar='"COLUMN < X"', help='any column of the source; may be given several times'
-    )
-    filters.add_argument('--skip-list', metavar='FILE', help='keys, URLs or SHA-256 digests to leave out (opt-outs): a line each, or parquet')
-    filters.add_argument(
-        '--duplicates',
-        choices=['keep', *KINDS],
-        default='keep',
-        help='keep only the first of images that are the same bit by bit (exact), or to the eye (near); reads the input twice (default: keep all)',
-    )
-
-    layout = options.add_argument_group('layout')
-    layout.add_argument(
-        '--buckets',
-        type=buckets,
-        default=OneStream(),
-        metavar='KIND',
-        help='a stream for each min-side:256,512,1024, or for each aspect ratio: aspect:PX, PX a multiple of 128, such as aspect:512',
-    )
-    layout.add_argument('--captions', type=weights, metavar='COLUMN[=WEIGHT],...', help='columns that hold captions (default: the one of the format)')
-    layout.add_argument(
-        '--caption', metavar='TEXT', help='caption of the images of a folder that have none of their own, such as "a photo of sks dog"'
-    )
-    layout.add_argument('--keep-columns', type=names, default=(), metavar='COLUMN,...', help='store these columns too, for later filters')
-    add_shard_size(layout)
-    add_sharing_options(options)
-    add_engine_options(options)
-
-    args = options.parse_args()
-    engine = engine_of(options, args)
-    from data_prep.converting.conversion import Options  # what reads and writes is imported after the arguments are read
-    from data_prep.converting.dataset import convert
-
-    scores = [(name, comparison, getattr(args, f'{"max" if comparison == "<=" else "min"}_{name}')) for name, comparison, _ in SCORES]
-    chosen = Options(
-        filters=Filters(
-            min_side_px=args.min_side,
-            max_aspect_ratio=args.max_aspect_ratio,
-            drop_blank=args.drop_blank,
-            min_caption_chars=args.min_caption_chars,
-            max_caption_chars=args.max_caption_chars,
-            conditions=(*(laion_condition(name, comparison, bound) for name, comparison, bound in scores if bound is not None), *args.where),
-            skip_list=args.skip_list,
-        ),
-        buckets=args.buckets,
-        captions=args.captions,
-        duplicates=args.duplicates,
-        keep_columns=args.keep_columns,
-        shard_bytes=args.shard_mb << 20,
-    )
-    with closing(engine):
-        return run_command(
-            args, lambda share: convert(args.source, args.dest, chosen, args.split, engine, share, args.merge, args.columns, args.caption)
-        )
+FILTERS = 'filters, each counted by its reason'
 
 
-SCORES = (
-    ('punsafe', '<=', "LAION's probability that an image is unsafe"),
-    ('pwatermark', '<=', "LAION's probability of a watermark"),
-    ('similarity', '>=', 'CLIP similarity of image and caption'),
-    ('aesthetic', '>=', 'aesthetic score'),
-)
-
-
-def names(given: str) -> tuple[str, ...]:
-    """An argparse type: names with commas between them."""
-    return tuple(name.strip() for name in given.split(',') if name.strip())
-
-
-def aspect_ratio(given: str) -> float:
-    """An argparse type: the longer side over the shorter, which no image has below 1."""
-    ratio = positive_float(given)
+def aspect_ratio(ratio: float) -> float:
+    """Return the longer side over the shorter, which no image has below 1."""
     if ratio < 1:
-        raise argparse.ArgumentTypeError(f"'{given}' is below 1, the longer side over the shorter of a square: it would leave out every image")
+        raise ValueError('is below 1, the longer side over the shorter of a square: it would leave out every image')
     return ratio
 
 
 def column_names(given: str) -> dict[str, str]:
-    """An argparse type: `image=jpg,caption=TEXT`."""
-    pairs = [item.partition('=') for item in names(given)]
+    """Read `image=jpg,caption=TEXT`."""
+    pairs = [item.partition('=') for item in given.split(',') if item.strip()]
     found = {name.strip(): column.strip() for name, _, column in pairs}
     wrong = sorted(found.keys() - {'image', 'caption', 'key', 'url'})
     if wrong or not all(found.values()) or len(found) < len(pairs):
-        raise argparse.ArgumentTypeError(f'{given!r} is not image=COLUMN,caption=COLUMN with key=COLUMN and url=COLUMN if you like, each once')
+        raise ValueError('is not image=COLUMN,caption=COLUMN with key=COLUMN and url=COLUMN if you like, each once')
     return found
 
 
-def weights(given: str) -> dict[str, float]:
-    """An argparse type: `caption=0.5,recaption=0.5`; a name without a weight has weight 1."""
-    pairs = [item.partition('=') for item in names(given)]
-    return {name.strip(): positive_float(weight) if weight else 1.0 for name, _, weight in pairs}
+def weights(given: str) -> dict[str, Any]:
+    """Read `caption=0.5,recaption=0.5`; a name without a weight has weight 1."""
+    pairs = [item.partition('=') for item in given.split(',') if item.strip()]
+    return {name.strip(): weight or 1.0 for name, _, weight in pairs}
+
+
+def _score(name: str, meaning: str) -> Any:
+    return option(None, f'{meaning}: column {", ".join(LAION_COLUMNS[name][:2])} ...', 'X', group=FILTERS)
+
+
+class ConvertRequest(EngineRequest):
+    """What to convert, and what to leave out."""
+
+    source: str = positional('SOURCE', 'folder or URL of captioned images')
+    dest: str = positional('DEST', 'folder or URL for the MDS dataset, new or begun by this command')
+    split: str | None = option(None, 'which split of the source, such as train, if it has several', 'NAME')
+    columns: Annotated[dict[str, str], BeforeValidator(column_names)] | None = option(
+        None, 'what the columns of MDS shards without a manifest, or of parquet, are; key= and url= too', 'image=COLUMN,caption=COLUMN'
+    )
+    min_side: PositiveInt = option(1, 'leave out images whose shorter side is smaller', 'PX', group=FILTERS)
+    max_aspect_ratio: Annotated[PositiveFloat, AfterValidator(aspect_ratio)] | None = option(
+        None, 'leave out images whose longer side is more than R times the shorter', 'R', group=FILTERS
+    )
+    drop_blank: bool = option(False, 'leave out images of (almost) one colour', group=FILTERS)
+    min_caption_chars: PositiveInt = option(1, 'leave out shorter captions (default: empty ones)', 'N', group=FILTERS)
+    max_caption_chars: PositiveInt = option(10_000, 'leave out longer captions', 'N', group=FILTERS)
+    max_punsafe: float | None = _score('punsafe', "LAION's probability that an image is unsafe")
+    max_pwatermark: float | None = _score('pwatermark', "LAION's probability of a watermark")
+    min_similarity: float | None = _score('similarity', 'CLIP similarity of image and caption')
+    min_aesthetic: float | None = _score('aesthetic', 'aesthetic score')
+    where: list[Annotated[Condition, BeforeValidator(condition)]] = option(
+        [], 'any column of the source; may be given several times', '"COLUMN < X"', group=FILTERS
+    )
+    skip_list: str | None = option(None, 'keys, URLs or SHA-256 digests to leave out (opt-outs): a line each, or parquet', 'FILE', group=FILTERS)
+    duplicates: Literal['keep', 'exact', 'near'] = option(
+        'keep',
+        'keep only the first of images that are the same bit by bit (exact), or to the eye (near); reads the input twice (default: keep all)',
+        group=FILTERS,
+    )
+    buckets: Annotated[Any, BeforeValidator(read_buckets)] = option(
+        None,
+        'a stream for each min-side:256,512,1024, or for each aspect ratio: aspect:PX, PX a multiple of 128, such as aspect:512',
+        'KIND',
+        group='layout',
+    )
+    captions: Annotated[dict[str, PositiveFloat], BeforeValidator(weights)] | None = option(
+        None, 'columns that hold captions (default: the one of the format)', 'COLUMN[=WEIGHT],...', group='layout'
+    )
+    caption: str | None = option(
+        None, 'caption of the images of a folder that have none of their own, such as "a photo of sks dog"', 'TEXT', group='layout'
+    )
+    keep_columns: Names = option((), 'store these columns too, for later filters', 'COLUMN,...', group='layout')
+
+    def options(self) -> Options:
+        """Return all that the result depends on, apart from its source."""
+        scores = (
+            ('punsafe', '<=', self.max_punsafe),
+            ('pwatermark', '<=', self.max_pwatermark),
+            ('similarity', '>=', self.min_similarity),
+            ('aesthetic', '>=', self.min_aesthetic),
+        )
+        filters = Filters(
+            min_side_px=self.min_side,
+            max_aspect_ratio=self.max_aspect_ratio,
+            drop_blank=self.drop_blank,
+            min_caption_chars=self.min_caption_chars,
+            max_caption_chars=self.max_caption_chars,
+            conditions=(*(laion_condition(name, comparison, bound) for name, comparison, bound in scores if bound is not None), *self.where),
+            skip_list=self.skip_list,
+        )
+        return Options(filters, self.buckets or OneStream(), self.captions, self.duplicates, self.keep_columns, self.shard_mb << 20)
+
+
+def main() -> int:
+    args = ConvertRequest.parse('data_prep.convert', __doc__, EXIT_CODES)
+    from data_prep.converting.conversion import convert  # what reads and writes is imported after the arguments are read
+
+    with closing(args.make_engine()) as engine:
+        return run_command(
+            args.dest,
+            lambda: convert(args.source, args.dest, args.options(), args.split, engine, args.own_share(), args.columns or {}, args.caption),
+        )
 
 
 if __name__ == '__main__':

@@ -16,61 +16,53 @@ for what it refused before. Use Re-LAION-5B or a list of your own, not the first
 lists: LAION has withdrawn them, since some of their links lead to child abuse material.
 """
 
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PositiveInt
+
 from data_prep.crawling.addresses import network
-from data_prep.mds.command import add_sharing_options, parser, run_command
-from diffusion.common.arguments import positive_int
+from data_prep.mds.command import EXIT_CODES, SharedRequest, run_command
+from data_prep.mds.job import Tally
+from diffusion.common.command_line import option, positional
+
+
+class DownloadRequest(SharedRequest):
+    """Lists to download, and how."""
+
+    urls: str = positional('URLS', 'parquet file, or folder of parquet files')
+    dest: str = positional('DEST', 'folder for the shards, new or begun by this command')
+    url_column: str | None = option(None, 'column with the URL (default: url, in any case)', 'NAME')
+    caption_column: str | None = option(None, 'column with the caption (default: text or caption, in any case)', 'NAME')
+    rows_per_shard: PositiveInt = option(10_000, 'rows of the list in a shard', 'N')
+    retry_failed: bool = option(
+        False, 'ask again for what may succeed now: time-outs, failed connections, HTTP 429 and 5xx; not for 404, opt-outs ...'
+    )
+    threads: PositiveInt = option(64, 'downloads at a time, in each process', 'N')
+    timeout: PositiveInt = option(20, 'seconds for one image, in all', 'S')
+    retries: Annotated[int, Field(ge=0, le=9)] = option(0, 'further tries at once; --retry-failed has better odds', 'N')
+    max_mb: PositiveInt = option(64, 'refuse larger files', 'MB')
+    user_agent: str | None = option(None, 'name of your crawler, for the User-Agent and for X-Robots-Tag rules that name it', 'TOKEN')
+    allow_network: list[Annotated[Any, BeforeValidator(network)]] = option(
+        [],
+        'also ask servers of this network, such as 10.0.0.0/8 or fd00::/8 of a company; repeatable. What was refused before is asked for again',
+        'CIDR',
+    )
+    work_folder: str | None = option(None, 'local disk for unfinished shards if DEST is in object storage (default: TMPDIR)', 'DIR')
 
 
 def main() -> int:
-    options = parser('data_prep.download', __doc__)
-    options.add_argument('urls', metavar='URLS', help='parquet file, or folder of parquet files')
-    options.add_argument('dest', metavar='DEST', help='folder for the shards, new or begun by this command')
-    options.add_argument('--url-column', metavar='NAME', help='column with the URL (default: url, in any case)')
-    options.add_argument('--caption-column', metavar='NAME', help='column with the caption (default: text or caption, in any case)')
-    options.add_argument('--rows-per-shard', type=positive_int, default=10_000, metavar='N', help='rows of the list in a shard (default %(default)s)')
-    options.add_argument(
-        '--retry-failed',
-        action='store_true',
-        help='ask again for what may succeed now: time-outs, failed connections, HTTP 429 and 5xx; not for 404, opt-outs ...',
-    )
-    options.add_argument('--threads', type=positive_int, default=64, metavar='N', help='downloads at a time, in each process (default %(default)s)')
-    options.add_argument('--timeout', type=positive_int, default=20, metavar='S', help='seconds for one image, in all (default %(default)s)')
-    options.add_argument(
-        '--retries',
-        type=int,
-        choices=range(10),
-        default=0,
-        metavar='N',
-        help='further tries at once; --retry-failed has better odds (default %(default)s)',
-    )
-    options.add_argument('--max-mb', type=positive_int, default=64, metavar='MB', help='refuse larger files (default %(default)s)')
-    options.add_argument('--user-agent', metavar='TOKEN', help='name of your crawler, for the User-Agent and for X-Robots-Tag rules that name it')
-    options.add_argument(
-        '--allow-network', type=network, action='append', default=[], metavar='CIDR',
-        help='also ask servers of this network, such as 10.0.0.0/8 or fd00::/8 of a company; repeatable. What was refused before is asked for again',
-    )  # fmt: skip
-    options.add_argument('--work-folder', metavar='DIR', help='local disk for unfinished shards if DEST is in object storage (default: TMPDIR)')
-    add_sharing_options(options, merge=False)
-    args = options.parse_args()
+    args = DownloadRequest.parse('data_prep.download', __doc__, EXIT_CODES)
     from data_prep.crawling.crawl import download  # what reads and writes is imported after the arguments are read
     from data_prep.crawling.fetch import Fetching
 
     fetching = Fetching(args.threads, args.timeout, args.retries, args.user_agent, args.max_mb << 20, tuple(args.allow_network))
-    return run_command(
-        args,
-        lambda share: download(
-            args.urls,
-            args.dest,
-            fetching,
-            share,
-            args.url_column,
-            args.caption_column,
-            args.rows_per_shard,
-            args.retry_failed,
-            args.processes,
-            args.work_folder,
-        ),
-    )
+    columns = args.url_column, args.caption_column
+
+    def work() -> Tally:
+        share, processes = args.own_share(), args.num_processes
+        return download(args.urls, args.dest, fetching, share, *columns, args.rows_per_shard, args.retry_failed, processes, args.work_folder)
+
+    return run_command(args.dest, work)
 
 
 if __name__ == '__main__':

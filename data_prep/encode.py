@@ -17,16 +17,17 @@ empty_caption.npy; of Stable Diffusion XL also the pooled caption, and empty_cap
 SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command again after a stop to resume.
 """
 
-import os
 from contextlib import closing
+from typing import Annotated, Any, Literal, Self
 
-from data_prep.engines.options import add_engine_options, engine_of
-from data_prep.mds.command import add_shard_size, add_sharing_options, parser, run_command
-from data_prep.mds.job import Share
-from data_prep.mds.tally import Tally
+from pydantic import BeforeValidator, PositiveInt, model_validator
+
+from data_prep.engines.options import ModelEngineRequest
+from data_prep.mds.command import EXIT_CODES, run_command
+from data_prep.mds.job import Tally
 from data_prep.sources.mds import find_images
-from diffusion.common.arguments import positive_int
-from diffusion.common.processes import end_with_parent, quick_imports
+from diffusion.common.command_line import option, positional
+from diffusion.common.processes import quick_imports
 from diffusion.recipe.hub import neither_folder_nor_hub_id
 from diffusion.recipe.rules import network_names
 from diffusion.recipe.schema import EncoderSource
@@ -34,74 +35,64 @@ from diffusion.recipe.schema import EncoderSource
 BUCKET = 'bucket'
 
 
-def _resolution(text: str) -> int | None:
-    return None if text == BUCKET else positive_int(text)
+def _pixels(text: str) -> Any:
+    return None if text == BUCKET else text
+
+
+class EncodeRequest(ModelEngineRequest):
+    """What to encode, with which encoders."""
+
+    source: str = positional('SOURCE', 'image MDS, as data_prep.convert writes it')
+    dest: str = positional('DEST', 'folder or URL for the latents MDS, new or begun by this command')
+    resolution: list[Annotated[PositiveInt | None, BeforeValidator(_pixels)]] = option(
+        ...,
+        f'side of the encoded square; several make streams; {BUCKET}: each image at the size of its aspect bucket',
+        'PX',
+        several=True,
+    )
+    encoders: str = option(..., 'local folder in the diffusers layout, or a Hub id', 'WHERE')
+    revision: str | None = option(None, 'commit of the Hub id', 'COMMIT')
+    text_embeddings: bool = option(False, 'store the encoded captions too: ten times the size')
+    network: Literal[tuple(network_names())] | None = option(  # type: ignore[valid-type]
+        None, 'the model.network whose text encoders --text-embeddings uses (default sd2-base)', 'NAME'
+    )
+    batch_size: PositiveInt = option(64, 'images of 256 px a pass; of larger ones as many pixels')
+
+    @model_validator(mode='after')
+    def _refuse_what_does_not_fit(self) -> Self:
+        if None in self.resolution and len(self.resolution) > 1:
+            raise ValueError(f'--resolution {BUCKET} stands alone; encode squares into another DEST')
+        if wrong := neither_folder_nor_hub_id(self.encoders):
+            raise ValueError(f'--encoders: {wrong}')
+        if self.network and not self.text_embeddings:
+            raise ValueError(
+                '--network only says how --text-embeddings encodes captions; add that, or leave it out: latents do not depend on the network'
+            )
+        return self
 
 
 def main() -> int:
-    options = parser('data_prep.encode', __doc__)
-    options.add_argument('source', metavar='SOURCE', help='image MDS, as data_prep.convert writes it')
-    options.add_argument('dest', metavar='DEST', help='folder or URL for the latents MDS, new or begun by this command')
-    options.add_argument(
-        '--resolution',
-        type=_resolution,
-        required=True,
-        nargs='+',
-        metavar='PX',
-        help=f'side of the encoded square; several make streams; {BUCKET}: each image at the size of its aspect bucket',
-    )
-    options.add_argument('--encoders', required=True, metavar='WHERE', help='local folder in the diffusers layout, or a Hub id')
-    options.add_argument('--revision', metavar='COMMIT', help='commit of the Hub id')
-    options.add_argument('--text-embeddings', action='store_true', help='store the encoded captions too: ten times the size')
-    options.add_argument(
-        '--network',
-        choices=network_names(),
-        metavar='NAME',
-        help='the model.network whose text encoders --text-embeddings uses (default sd2-base)',
-    )
-    options.add_argument(
-        '--batch-size',
-        type=positive_int,
-        default=64,
-        help='images of 256 px a pass; of larger ones as many pixels (default %(default)s)',
-    )
-    add_shard_size(options)
-    add_sharing_options(options)
-    add_engine_options(options, encodes=True)
-    args = options.parse_args()
-    by_bucket = None in args.resolution
-    if by_bucket and len(args.resolution) > 1:
-        options.error(f'--resolution {BUCKET} stands alone; encode squares into another DEST')
-    if wrong := neither_folder_nor_hub_id(args.encoders):
-        options.error(f'--encoders: {wrong}')
-    if args.network and not args.text_embeddings:
-        options.error('--network only says how --text-embeddings encodes captions; add that, or leave it out: latents do not depend on the network')
-    engine = engine_of(options, args)
-    launched = args.world_size > 1 and 'LOCAL_RANK' in os.environ
-    if launched:
-        end_with_parent()  # a killed launcher must not leave this rank behind, writing next to the next run
-    location = EncoderSource(args.encoders, args.revision)
+    args = EncodeRequest.parse('data_prep.encode', __doc__, EXIT_CODES)
 
-    def work(share: Share) -> Tally:
+    def work() -> Tally:
+        share = args.share_of_device()
         find_images(args.source, 'encode')
         with quick_imports():  # of torch, so after the arguments and the source are looked at
             from data_prep.encoding.dataset import encode
         return encode(
             args.source,
             args.dest,
-            None if by_bucket else args.resolution,
-            location,
+            [side for side in args.resolution if side is not None] or None,
+            EncoderSource(args.encoders, args.revision),
             network=args.network or 'sd2-base' if args.text_embeddings else None,
             batch_size=args.batch_size,
             engine=engine,
             shard_bytes=args.shard_mb << 20,
             share=share,
-            merge_only=args.merge,
-            launched=launched,
         )
 
-    with closing(engine):
-        return run_command(args, work)
+    with closing(args.make_engine()) as engine:
+        return run_command(args.dest, work)
 
 
 if __name__ == '__main__':

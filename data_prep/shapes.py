@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
+from pydantic import PositiveInt
 from tqdm import tqdm
 
 from data_prep.mds.job import Job
-from diffusion.common.arguments import CommandParser, positive_int, seed_number
+from diffusion.common.command_line import Arguments, Seed, option, positional
 from diffusion.common.storage import LocalFolder
-from diffusion.common.text import counted
-from diffusion.contracts.errors import DataError
+from diffusion.common.text import counted, print_message
+from diffusion.contracts.errors import BAD_INPUT, DataError
 from diffusion.contracts.scenes import PALETTE, PLACES, SIZES, Scene, random_scene, vocabulary
 
 __all__ = ['PALETTE', 'PLACES', 'SIZES', 'Scene', 'draw', 'random_scene', 'vocabulary', 'write_shard']
@@ -87,20 +88,24 @@ def write_shard(folder: Path, shard: int, scenes: list[Scene], side_px: int, see
     (folder / f'{shard:05d}_stats.json').write_text(json.dumps({**stats, 'status_dict': {'success': len(rows)}}, indent=1))
 
 
-def main() -> None:
-    parser = CommandParser('data_prep.shapes', __doc__)
-    parser.add_argument('dest', type=Path, metavar='DEST', help='folder to write the shards to')
-    parser.add_argument('--count', type=positive_int, default=8192, help='images to draw (default %(default)s)')
-    parser.add_argument('--size', type=positive_int, default=32, help='side of an image in pixels (default %(default)s)')
-    parser.add_argument('--seed', type=seed_number, default=0, help='another seed, another dataset (default %(default)s)')
-    parser.add_argument('--per-shard', type=positive_int, default=1024, help='images a shard (default %(default)s)')
-    args = parser.parse_args()
+class ShapesRequest(Arguments):
+    """Images to draw."""
 
+    dest: Path = positional('DEST', 'folder to write the shards to')
+    count: PositiveInt = option(8192, 'images to draw')
+    size: PositiveInt = option(32, 'side of an image in pixels')
+    seed: Seed = option(0, 'another seed, another dataset')
+    per_shard: PositiveInt = option(1024, 'images a shard')
+
+
+def main() -> int:
+    args = ShapesRequest.parse('data_prep.shapes', __doc__)
     made_with = {'count': args.count, 'size': args.size, 'seed': args.seed, 'per_shard': args.per_shard}
     try:
         Job(LocalFolder(str(args.dest)), made_with, 'shapes.json').begin()
     except DataError as error:
-        parser.error(str(error))
+        print_message(str(error))
+        return BAD_INPUT
     rng = random.Random(f'{args.seed}/scenes')
     scenes = [random_scene(rng) for _ in range(args.count)]
     starts = range(0, args.count, args.per_shard)
@@ -108,7 +113,8 @@ def main() -> None:
         if not (args.dest / f'{shard:05d}_stats.json').exists():
             write_shard(args.dest, shard, scenes[start : start + args.per_shard], args.size, args.seed, start)
     print(f'{args.count:,} captioned images of {args.size} px in {counted(len(starts), "shard")}: {args.dest}')
+    return 0
 
 
 if __name__ == '__main__':
-    main()
+    raise SystemExit(main())

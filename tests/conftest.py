@@ -48,8 +48,7 @@ from streaming.base.shared import SharedMemory, prefix
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from data_prep.converting.buckets import AspectBuckets
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.encoding.dataset import encode
 from data_prep.shapes import random_scene, vocabulary, write_shard
 from diffusion.common import object_storage

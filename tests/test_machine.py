@@ -99,7 +99,7 @@ def test_commands_refuse_it_before_they_read(command, blackwell, images, tmp_pat
 
 def test_processes_of_a_cluster_refuse_it(blackwell):
     with pytest.raises(EncoderError, match=SAID):
-        BatchWork.start_fed(SimpleNamespace(), SimpleNamespace(gpus=1, cpus=1))
+        BatchWork.start_fed(SimpleNamespace(), cpus=1, gpus=1)
 
 
 @pytest.fixture

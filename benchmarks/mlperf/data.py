@@ -17,10 +17,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from benchmarks.mlperf.log import EVAL_SAMPLES
-from data_prep.mds.command import EXIT_CODES, add_shard_size, add_sharing_options, exit_code, run_command
-from data_prep.mds.job import Share
-from data_prep.mds.tally import Tally
+from data_prep.mds.command import EXIT_CODES, DatasetRequest, exit_code, run_command
+from data_prep.mds.job import Tally
 from diffusion.common.arguments import CommandParser
 from diffusion.common.files import write_text
 from diffusion.common.processes import quick_imports
@@ -41,8 +42,9 @@ def main() -> int:
         '--encoders', required=True, metavar='WHERE', help='where the VAE of the moments is: a folder in the diffusers layout, or a Hub id'
     )
     moments.add_argument('--revision', metavar='COMMIT', help='commit of the Hub id')
-    add_shard_size(moments)
-    add_sharing_options(moments)
+    for name in ('shard-mb', 'processes', 'rank', 'world-size'):
+        moments.add_argument(f'--{name}', type=int, metavar='N', help='as of data_prep.convert')
+    moments.add_argument('--merge', action='store_true', help='only merge what all hosts have written; the last one to finish does so anyway')
     prompts = kinds.add_parser('prompts', help='the list of validation captions to a file of prompts', allow_abbrev=False)
     prompts.add_argument('source', type=Path, metavar='TSV', help='val2014_30k.tsv')
     prompts.add_argument('dest', type=Path, metavar='TXT', help='file for the prompts')
@@ -52,15 +54,20 @@ def main() -> int:
     if wrong := neither_folder_nor_hub_id(args.encoders):
         moments.error(f'--encoders: {wrong}')
 
-    def convert(share: Share) -> Tally:
+    given = {name: getattr(args, name) for name in ('shard_mb', 'processes', 'rank', 'world_size', 'merge')}
+    try:
+        shared = DatasetRequest(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        moments.error(str(error))
+
+    def convert() -> Tally:
         with quick_imports():  # of torch, so after the arguments are read
             from benchmarks.mlperf.moments import convert_moments
 
-        return convert_moments(
-            args.source, args.dest, EncoderSource(args.encoders, args.revision), args.processes, args.shard_mb << 20, share, args.merge
-        )
+        encoders = EncoderSource(args.encoders, args.revision)
+        return convert_moments(args.source, args.dest, encoders, shared.num_processes, shared.shard_mb << 20, shared.own_share())
 
-    return run_command(args, convert)
+    return run_command(args.dest, convert)
 
 
 def write_prompts(source: Path, dest: Path) -> int:

@@ -12,9 +12,8 @@ import numpy as np
 
 from data_prep.engines.local import count_row, map_parts
 from data_prep.mds.dataset import Dataset
-from data_prep.mds.job import ALONE, Job, Share
+from data_prep.mds.job import ALONE, Job, Share, Tally
 from data_prep.mds.parts import Columns, PartWriter
-from data_prep.mds.tally import Tally
 from data_prep.sources.base import Part, captions_of, readable
 from data_prep.sources.folder import open_source
 from diffusion.common.storage import Folder, fingerprint, open_folder
@@ -29,9 +28,7 @@ TRANSFORM = (
 )
 
 
-def convert_moments(
-    source: str, dest: str, encoders: EncoderSource, processes: int = 0, shard_bytes: int = 64 << 20, share: Share = ALONE, merge_only: bool = False
-) -> Tally:
+def convert_moments(source: str, dest: str, encoders: EncoderSource, processes: int = 0, shard_bytes: int = 64 << 20, share: Share = ALONE) -> Tally:
     """Convert a folder of tars; returns what became of the samples.
 
     Args:
@@ -39,7 +36,6 @@ def convert_moments(
         processes: of this host; 0: this one alone.
         shard_bytes: size at which a shard is closed.
         share: which of several hosts this is.
-        merge_only: write nothing but what is merged from the parts of all hosts.
 
     Raises:
         DataError, EncoderError: SOURCE, DEST or the encoders cannot be used.
@@ -72,7 +68,7 @@ def convert_moments(
     )
     work = MomentsWork(folder, dataset.job, columns, (2 * vae.latent_channels, SIDE, SIDE), shard_bytes)
     with dataset.job.begun():
-        return dataset.complete(lambda missing: map_parts(work, [parts[name] for name in missing], processes, 'converting'), share, merge_only)
+        return dataset.complete(lambda missing: map_parts(work, [parts[name] for name in missing], processes, 'converting'), share)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
-"""Which stream of a dataset an image belongs to: one for all, one for each range of sizes, or one for each aspect ratio."""
+"""Streams of a dataset, into which images are sorted: one for all, one for each range of sizes, or one for each aspect ratio."""
 
-import argparse
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +10,7 @@ class Buckets(Protocol):
     """A way to sort images into streams."""
 
     def settings(self) -> str:
-        """As it is written on the command line."""
+        """Return the text of it on the command line."""
 
     def streams(self) -> dict[str, dict[str, Any]]:
         """Name of each stream, and what the manifest says of its images."""
@@ -21,7 +20,7 @@ class Buckets(Protocol):
 
 
 class OneStream:
-    """All images in one stream."""
+    """One stream of all images."""
 
     def settings(self) -> str:
         return 'none'
@@ -86,7 +85,7 @@ class AspectBuckets:
 
 @cache
 def _sizes(side_px: int, multiple_px: int = 64) -> list[tuple[int, int]]:
-    """To each side the longest other one that keeps the area within side x side, and what else comes within a tenth of that."""
+    """Sizes of all buckets: to each side the longest other one that keeps the area within side x side, and what else comes within a tenth of that."""
     sides, area = range(side_px // 2, 2 * side_px + 1, multiple_px), side_px**2
     tall = {(area // height // multiple_px * multiple_px, height) for height in sides if height >= side_px}
     tall |= {(width, height) for width in sides for height in sides if width <= height and 0.9 * area <= width * height <= area}
@@ -105,7 +104,7 @@ def buckets(text: str) -> Buckets:
         return MinSideBuckets(values)
     if kind == 'aspect' and len(values) == 1 and values[0] >= 128 and values[0] % 128 == 0:
         return AspectBuckets(values[0])
-    raise argparse.ArgumentTypeError(
+    raise ValueError(
         f'{text!r} is neither min-side:PX,PX,... with growing numbers, such as min-side:256,512,1024, '
         'nor aspect:PX with a multiple of 128, such as aspect:512'
     )

@@ -1,26 +1,26 @@
-"""A row becomes a sample or a reason: the part of `convert` that runs in worker processes."""
+"""Captioned images to an MDS dataset: `convert` is the whole; `Conversion` runs in worker processes, and makes of a row a sample or a reason."""
 
 import hashlib
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
-from data_prep.converting.buckets import Buckets, OneStream
-from data_prep.converting.digests import KINDS
-from data_prep.converting.filters import ColumnError, Filters, column_of, with_captions
-from data_prep.engines.engine import Item, Result
-from data_prep.engines.local import PartFunction, count_row
-from data_prep.mds.job import Job
-from data_prep.mds.oddities import BLANK, CLIP_TOKENS, LONG, content_hashes, is_blank, least_tokens
+from data_prep.converting.duplicates import DigestWriter, Piece, SourceFunction, find_duplicates, write_all_digests
+from data_prep.converting.filters import DUPLICATES, ColumnError, Options, column_of
+from data_prep.engines.engine import Engine
+from data_prep.engines.local import IN_THIS_PROCESS, count_row
+from data_prep.mds.dataset import Dataset
+from data_prep.mds.job import ALONE, Share, Tally
+from data_prep.mds.oddities import BLANK, CLIP_TOKENS, LONG, ODDITIES, content_hashes, is_blank, least_tokens, warn
 from data_prep.mds.parts import Columns, PartWriter
-from data_prep.mds.tally import Tally
-from data_prep.sources.base import Part, Row, Source, text
-from diffusion.common.storage import Folder
+from data_prep.sources.base import Row, text
+from data_prep.sources.formats import find_source
+from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError
 from diffusion.datasets.decode import ImageError, canonical, size_of
 
@@ -37,80 +37,70 @@ COLUMNS: Columns = {
     'original_height': ('int32', 'pixels before the source resized the image, if it says so (img2dataset); otherwise as height'),
 }
 CAPTIONS = ('json', '[[caption, weight], ...]; the weights add up to 1')
+KEEP_ALL = Options()
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the result of a conversion depends on apart from its source.
+def convert(
+    source: str | Path,
+    dest: str | Path,
+    options: Options = KEEP_ALL,
+    split: str | None = None,
+    engine: Engine = IN_THIS_PROCESS,
+    share: Share = ALONE,
+    columns: Mapping[str, str] = MappingProxyType({}),
+    caption: str | None = None,
+) -> Tally:
+    """Convert a folder; returns what became of the rows.
 
-    Attributes:
-        captions: columns of the source that hold captions, with their weights; empty: what the source takes for them.
-        duplicates: `keep`, or a key of KINDS.
-        keep_columns: columns of the source to store as JSON, for later filters.
-        shard_bytes: size at which a shard is closed.
+    Args:
+        split: which split of the source, if it has several.
+        engine: who does the work; the result does not depend on it.
+        share: which of several hosts this is.
+        columns: the source's names for `image`, `caption`, `key` and `url`, where its files do not say.
+        caption: of images in a folder that have none of their own.
+
+    Raises:
+        DataError: SOURCE, DEST or the options cannot be used.
+        IncompleteError, StorageError: something outside failed; the same call resumes.
     """
-
-    filters: Filters = field(default_factory=Filters)
-    buckets: Buckets = field(default_factory=OneStream)
-    captions: Mapping[str, float] | None = None
-    duplicates: str = 'keep'
-    keep_columns: tuple[str, ...] = ()
-    shard_bytes: int = 64 << 20
-
-    def settings(self) -> dict[str, Any]:
-        """For DEST's record."""
-        captions = None if self.captions is None else list(self.captions.items())  # their order matters
-        more = {'captions': captions, 'duplicates': self.duplicates, 'keep_columns': list(self.keep_columns), 'shard_bytes': self.shard_bytes}
-        return {'command': 'convert', **self.filters.settings(), 'buckets': self.buckets.settings(), **more}
-
-    def captioned(self, row: Row) -> Row:
-        """The row with the captions that are asked for."""
-        return row if self.captions is None else with_captions(row, self.captions)
-
-    def usable_captions(self, row: Row) -> tuple[list[tuple[str, float]], str | None]:
-        """(captions with weights that add up to 1, None) of a `captioned` row, or ([], reason); its image is not decoded."""
-        reason = self.filters.row_reason(row)
-        if reason is not None or row.image is None:
-            return [], reason or 'no image'
-        return self.filters.usable_captions(row)
-
-    def place(self, width_px: int, height_px: int) -> tuple[str, None] | tuple[None, str]:
-        """(stream, None) of an image of this size, or (None, reason)."""
-        reason = self.filters.size_reason(width_px, height_px)
-        return (None, reason) if reason is not None else self.buckets.place(width_px, height_px)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part to convert, and which of its rows repeat an earlier image, as bits (see duplicates.py)."""
-
-    part: Part
-    repeated: np.ndarray | None = None
-
-    def repeats(self, row: int) -> bool:
-        """Whether the row repeats an earlier image."""
-        return self.repeated is not None and bool(self.repeated[row >> 3] & (128 >> (row & 7)))
+    if options.duplicates == 'near' and find_spec('imagehash') is None:
+        raise DataError("--duplicates near needs ImageHash: uv pip install -e '.[near-duplicates]'")
+    kind, reader = find_source(str(source), split, columns, caption)
+    options = replace(options, keep_columns=tuple(dict.fromkeys([*reader.stored_columns, *options.keep_columns])))
+    stored = dict(COLUMNS)
+    if reader.several_captions or options.captions:
+        stored['captions'] = CAPTIONS
+    stored |= {name: ('json', f'column {name} of the source, as it came') for name in options.keep_columns}
+    parts, pieces = reader.parts(), dict[str, Piece]()
+    for part in parts:
+        if part.name in pieces:
+            first, second = (next(iter(one.files), one.name) for one in (pieces[part.name].part, part))
+            raise DataError(f'{reader.folder.url}: {first} and {second} would both become the part {part.name}; rename one')
+        pieces[part.name] = Piece(part)
+    dataset = Dataset(
+        dest=open_folder(dest),
+        parts=list(pieces),
+        identify=lambda name: conversion.identity(pieces[name]),
+        columns=dict.fromkeys(options.buckets.streams(), stored),
+        settings=options.settings() | {'columns': dict(columns)} | ({} if caption is None else {'caption': caption}),
+        described={'kind': 'images', 'source': {'path': str(source), 'format': kind, **({'split': split} if split else {})}},
+        described_by_stream=options.buckets.streams(),
+    )
+    conversion = Conversion(reader, dataset.job, options, stored)
+    with dataset.job.begun():
+        if options.duplicates != 'keep' and not share.merge_only:
+            write_all_digests(parts, DigestWriter(reader, dataset.job, options), engine, share)
+            repeated = find_duplicates(dataset.job, parts, reader)
+            pieces |= {part.name: Piece(part, repeated.get(part.name)) for part in parts}
+        tally = dataset.complete(lambda names: engine.map(conversion, [pieces[name] for name in names]), share)
+    definitions = {oddity: about.definition.format(tokens=CLIP_TOKENS) for oddity, about in ODDITIES.items()}
+    odd = [f'  warning: {warning}' for oddity in ODDITIES if (warning := warn(oddity, tally.notes[oddity], tally.kept, definitions[oddity]))]
+    tally.remarks += [*odd, f'  python -m data_prep.audit {dest} names them'] if odd else []
+    return tally
 
 
 @dataclass(frozen=True)
-class SourceFunction(PartFunction[Item, Result]):
-    """From a source into the folder of a job; goes to the worker processes."""
-
-    source: Source
-    job: Job
-    options: Options
-
-    @property
-    def reads(self) -> Folder:
-        return self.source.folder
-
-    @property
-    def writes(self) -> Folder:
-        return self.job.dest
-
-
-@dataclass(frozen=True)
-class Conversion(SourceFunction[Piece, Tally]):
+class Conversion(SourceFunction[Tally]):
     """Converts pieces."""
 
     label = 'convert'
@@ -124,12 +114,6 @@ class Conversion(SourceFunction[Piece, Tally]):
         inside, outside = (where.url if '://' in where.url else str(Path(where.url).resolve()) for where in (self.job.dest, self.source.folder))
         if f'{inside}/'.startswith(f'{outside}/'):
             raise DataError(f'{self.job.dest.url}: is inside the source {self.source.folder.url}; name a folder outside of it')
-
-    def name(self, piece: Piece) -> str:
-        return piece.part.name
-
-    def file(self, piece: Piece) -> str:
-        return next(iter(piece.part.files))
 
     def count(self, piece: Piece, tally: Tally) -> int:
         return tally.attempted_now
@@ -161,7 +145,7 @@ class Conversion(SourceFunction[Piece, Tally]):
         if reason is not None or row.image is None:
             return reason
         if repeated:
-            return KINDS[options.duplicates][1]
+            return DUPLICATES[options.duplicates]
         try:
             decoded = canonical(row.image)
         except ImageError as error:

@@ -1,4 +1,4 @@
-"""Which rows show an image that an earlier row of the dataset shows already, bit by bit or to the eye.
+"""Duplicates: rows that show an image that an earlier row of the dataset shows already, bit by bit or to the eye.
 
 It takes a reading of the input before the one that converts it. First a digest of each image goes to `DEST/digests/SETTINGS/PART.parquet`; any
 process may write those of any part. When all are there, each process finds the repeated ones by itself, in slices of the space of
@@ -6,8 +6,9 @@ digests, so that memory holds one slice and a bit a row. The first usable row, i
 none is if a copy is on the skip-list.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,42 +18,97 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.converting.conversion import SourceFunction
-from data_prep.converting.digests import KINDS
-from data_prep.converting.filters import SKIPPED
-from data_prep.engines.engine import Engine
-from data_prep.engines.local import count_row
+from data_prep.converting.filters import SKIPPED, Options
+from data_prep.engines.engine import Engine, Result
+from data_prep.engines.local import PartFunction, count_row
 from data_prep.mds.job import Job, Share, compare
 from data_prep.sources.base import Part, Row, Source
-from diffusion.common.storage import NUM_REQUESTS, scratch_for
-from diffusion.datasets.decode import ImageError, size_of
+from diffusion.common.storage import NUM_REQUESTS, Folder, scratch_for
+from diffusion.datasets.decode import ImageError, open_image, size_of
 
 DIGESTS = 'digests'
+THUMBNAIL_PX = 64  # perceptual hashes look at 32 x 32 pixels
 ROWS_PER_SLICE = 1 << 24  # about half a gigabyte while it is sorted
 
 
+def sha256_digest(row: Row) -> bytes:
+    """Equal for equal bytes: the first half of their SHA-256."""
+    assert row.image is not None
+    return bytes.fromhex(row.sha256)[:16] if row.sha256 else hashlib.sha256(row.image).digest()[:16]
+
+
+def perceptual_digest(row: Row) -> bytes:
+    """Equal for most images that look alike: ImageHash's phash of 64 bits, which sees no colour, and the colours that prevail.
+
+    It finds about four in five copies of another size or quality.
+
+    One that cannot be decoded is like none but its copies.
+    """
+    import imagehash
+
+    assert row.image is not None
+    try:
+        image = open_image(row.image, (THUMBNAIL_PX, THUMBNAIL_PX))
+        bits = np.concatenate([imagehash.phash(image).hash.ravel(), imagehash.colorhash(image, binbits=1).hash.ravel()])
+        return np.packbits(bits).tobytes().ljust(16, b'\0')
+    except ImageError:
+        return sha256_digest(row)
+
+
+DIGEST_OF: dict[str, Callable[[Row], bytes]] = {'exact': sha256_digest, 'near': perceptual_digest}
+
+
 @dataclass(frozen=True)
-class DigestWriter(SourceFunction[Part, int]):
+class Piece:
+    """A part to convert, and which of its rows repeat an earlier image, as bits (see duplicates.py)."""
+
+    part: Part
+    repeated: np.ndarray | None = None
+
+    def repeats(self, row: int) -> bool:
+        """Return whether the row repeats an earlier image."""
+        return self.repeated is not None and bool(self.repeated[row >> 3] & (128 >> (row & 7)))
+
+
+@dataclass(frozen=True)
+class SourceFunction(PartFunction[Piece, Result]):
+    """Reads pieces of a source and writes to the folder of a job; goes to the worker processes."""
+
+    source: Source
+    job: Job
+    options: Options
+
+    @property
+    def reads(self) -> Folder:
+        return self.source.folder
+
+    @property
+    def writes(self) -> Folder:
+        return self.job.dest
+
+    def name(self, piece: Piece) -> str:
+        return piece.part.name
+
+    def file(self, piece: Piece) -> str:
+        return next(iter(piece.part.files))
+
+
+@dataclass(frozen=True)
+class DigestWriter(SourceFunction[int]):
     """Writes the digests of the images that could be kept."""
 
     label = 'digests'
 
-    def name(self, part: Part) -> str:
-        return part.name
-
-    def file(self, part: Part) -> str:
-        return next(iter(part.files))
-
-    def count(self, part: Part, num_rows: int) -> int:
+    def count(self, piece: Piece, num_rows: int) -> int:
         return num_rows
 
-    def __call__(self, part: Part) -> int:
+    def __call__(self, piece: Piece) -> int:
         """DEST/digests/SETTINGS/PART.parquet: number and digest of each row that is usable, and of each that is on the skip-list.
 
         Returns:
             The number of all rows.
         """
-        digest, _ = KINDS[self.options.duplicates]
+        part, digest = piece.part, DIGEST_OF[self.options.duplicates]
         identity = self.source.fingerprint(part)  # before reading: what changes meanwhile will differ from it
         num_rows, numbers, digests, skipped = 0, [], [], []
         with scratch_for(self.job.dest) as scratch:
@@ -73,7 +129,7 @@ class DigestWriter(SourceFunction[Part, int]):
         return num_rows
 
     def _reason(self, row: Row) -> str | None:
-        """Why the row is not usable, as far as the decoder is not needed; copies of what that refuses are refused as well."""
+        """Return why the row is not usable, as far as the decoder is not needed; copies of what that refuses are refused as well."""
         _, reason = self.options.usable_captions(self.options.captioned(row))
         if reason is not None or row.image is None:
             return reason
@@ -89,12 +145,12 @@ def write_all_digests(parts: Sequence[Part], work: DigestWriter, engine: Engine,
     for mine in (share.of(parts), [*parts[begin:], *parts[:begin]]):
         present = work.job.dest.files(DIGESTS)
         missing = [part for part in mine if digests_name(work.job, part.name) not in present]
-        for _ in engine.map(work, missing):
+        for _ in engine.map(work, list(map(Piece, missing))):
             pass
 
 
 def digests_name(job: Job, part: str) -> str:
-    """Where the digests of a part are, below DEST: the settings decide which of its rows are usable."""
+    """Name of the file with the digests of a part, below DEST: the settings decide which of its rows are usable."""
     return f'{DIGESTS}/{job.digest}/{part}.parquet'
 
 

@@ -1,17 +1,17 @@
-"""Which rows are worth keeping, and why the others are not. Every filter has one reason, counted by its name."""
+"""Rows worth keeping, and the reason why each of the others is not, counted by its name; nothing here needs an image decoded."""
 
-import argparse
 import hashlib
 import math
 import operator
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from data_prep.converting.buckets import Buckets, OneStream
 from data_prep.sources.base import CAPTION_COLUMNS, CAPTION_NOT_TEXT, CAPTION_NOT_UTF8, Row, captions_of, readable, refuse_large_list, text
 from diffusion.contracts.errors import DataError
 
@@ -66,7 +66,7 @@ class Condition:
         return f'{self.columns[0]} {self.comparison} {value}'
 
     def reason(self, row: Row) -> str | None:
-        """Why the row does not pass.
+        """Return why the row does not pass.
 
         Raises:
             ColumnError: the source has no such column, or the column is not what it is compared with.
@@ -92,7 +92,7 @@ def condition(text: str) -> Condition:
     """A condition as it is written on the command line: `punsafe < 0.5`, `license == 'cc-by'`."""
     match = re.fullmatch(r'\s*([^<>=!]*[^<>=!\s])\s*(<=|>=|==|!=|<|>)\s*(?:"([^"]+)"|\'([^\']+)\'|([^<>=!\'"\s]+))\s*', text)
     if match is None:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f'{text!r} is not COLUMN OPERATOR VALUE with one of {" ".join(OPERATORS)}, such as "punsafe < 0.5"; a text of several words needs quotes'
         )
     column, comparison, *quoted, bare = match.groups()
@@ -102,16 +102,17 @@ def condition(text: str) -> Condition:
             return Condition((column,), comparison, number)
     value = bare or quoted[0] or quoted[1]
     if comparison not in ('==', '!='):
-        raise argparse.ArgumentTypeError(f'{text!r}: {value!r} is not a number; text can be compared with == and != only')
+        raise ValueError(f'{text!r}: {value!r} is not a number; text can be compared with == and != only')
     return Condition((column,), comparison, value)
 
 
 SKIPPED = 'on the skip-list'
+DUPLICATES = {'exact': 'duplicate of an earlier image', 'near': 'near duplicate of an earlier image'}
 
 
 @dataclass(frozen=True)
 class Filters:
-    """What a row must be like. The defaults leave out what cannot be used at all.
+    """Requirements on a row. The defaults leave out what cannot be used at all.
 
     Attributes:
         min_side_px: of the shorter side.
@@ -131,7 +132,7 @@ class Filters:
     skip_list: str | None = None
 
     def settings(self) -> dict[str, Any]:
-        """What the result depends on; of the skip-list its content, wherever it lies."""
+        """Return what the result depends on; of the skip-list its content, wherever it lies."""
         listed = asdict(self) | {'conditions': [str(condition) for condition in self.conditions]}
         if not self.drop_blank:
             del listed['drop_blank']  # datasets that were begun without the option can be resumed
@@ -164,7 +165,7 @@ class Filters:
         return [], f'caption above {self.max_caption_chars} characters'
 
     def row_reason(self, row: Row) -> str | None:
-        """Why a row is left out, as far as that can be said without its image.
+        """Return why a row is left out, as far as that can be said without its image.
 
         Raises:
             ColumnError: a condition's column is missing.
@@ -178,13 +179,54 @@ class Filters:
         return row.reason or next((reason for reason in reasons if reason), None)
 
     def size_reason(self, width_px: int, height_px: int) -> str | None:
-        """Why an image of this size is left out."""
+        """Return why an image of this size is left out."""
         shorter, longer = sorted((width_px, height_px))
         if shorter < self.min_side_px:
             return f'short side below {self.min_side_px} px'
         if self.max_aspect_ratio is not None and longer / shorter > self.max_aspect_ratio:
             return f'aspect ratio above {self.max_aspect_ratio:g}'
         return None
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a conversion: all that its result depends on, apart from its source.
+
+    Attributes:
+        captions: columns of the source that hold captions, with their weights; empty: what the source takes for them.
+        duplicates: `keep`, or a key of DUPLICATES.
+        keep_columns: columns of the source to store as JSON, for later filters.
+        shard_bytes: size at which a shard is closed.
+    """
+
+    filters: Filters = field(default_factory=Filters)
+    buckets: Buckets = field(default_factory=OneStream)
+    captions: Mapping[str, float] | None = None
+    duplicates: str = 'keep'
+    keep_columns: tuple[str, ...] = ()
+    shard_bytes: int = 64 << 20
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings for DEST's record."""
+        captions = None if self.captions is None else list(self.captions.items())  # their order matters
+        more = {'captions': captions, 'duplicates': self.duplicates, 'keep_columns': list(self.keep_columns), 'shard_bytes': self.shard_bytes}
+        return {'command': 'convert', **self.filters.settings(), 'buckets': self.buckets.settings(), **more}
+
+    def captioned(self, row: Row) -> Row:
+        """The row with the captions that are asked for."""
+        return row if self.captions is None else with_captions(row, self.captions)
+
+    def usable_captions(self, row: Row) -> tuple[list[tuple[str, float]], str | None]:
+        """(captions with weights that add up to 1, None) of a `captioned` row, or ([], reason); its image is not decoded."""
+        reason = self.filters.row_reason(row)
+        if reason is not None or row.image is None:
+            return [], reason or 'no image'
+        return self.filters.usable_captions(row)
+
+    def place(self, width_px: int, height_px: int) -> tuple[str, None] | tuple[None, str]:
+        """(stream, None) of an image of this size, or (None, reason)."""
+        reason = self.filters.size_reason(width_px, height_px)
+        return (None, reason) if reason is not None else self.buckets.place(width_px, height_px)
 
 
 @cache

@@ -3,7 +3,6 @@
 `ipaddress.is_global` is no such list: it differs between versions of Python, and 3.11 takes 192.0.0.192, 192.88.99.1 and 3fff::1 for public.
 """
 
-import argparse
 import ipaddress
 from collections.abc import Iterable
 
@@ -37,12 +36,12 @@ def is_allowed(address: str, networks: Iterable[Network] = ()) -> bool:
 
 
 def network(text: str) -> Network:
-    """An argparse type: a network in CIDR notation, or one address.
+    """Read a network in CIDR notation, or one address.
 
     Raises:
-        argparse.ArgumentTypeError: something else.
+        ValueError: something else.
     """
     try:
         return ipaddress.ip_network(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f'{text!r} is not a network such as 10.0.0.0/8 or fd00::/8: {error}') from None
+        raise ValueError(f'{text!r} is not a network such as 10.0.0.0/8 or fd00::/8: {error}') from None

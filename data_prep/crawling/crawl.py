@@ -38,9 +38,8 @@ from data_prep.crawling.crawled_shard import (
 )
 from data_prep.crawling.fetch import PRIVATE, Fetching
 from data_prep.engines.local import WORKER_KILLED, WorkerKilled, in_processes, progress_bar
-from data_prep.mds.job import Job, Share
+from data_prep.mds.job import Job, Share, Tally
 from data_prep.mds.parts import FAILURES_SCHEMA
-from data_prep.mds.tally import Tally
 from data_prep.sources.base import readable
 from data_prep.sources.img2dataset import DONE_NAME, LISTS_NAME, RECORD_NAME
 from data_prep.sources.parquet import each_once

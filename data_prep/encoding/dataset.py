@@ -18,10 +18,8 @@ from data_prep.engines.batches import BatchWork, ShardMessages
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import IN_THIS_PROCESS, LocalEngine
 from data_prep.mds.dataset import Dataset
-from data_prep.mds.job import ALONE, Job, Share
-from data_prep.mds.parts import Columns
-from data_prep.mds.tally import Tally
-from data_prep.mds.writing import PartEnd, PartsWriting
+from data_prep.mds.job import ALONE, Job, Share, Tally
+from data_prep.mds.parts import Columns, PartEnd, PartsWriting
 from data_prep.sources.folder import open_source
 from data_prep.sources.mds import find_images
 from diffusion.common.storage import Folder, open_folder, write
@@ -237,8 +235,6 @@ def encode(
     engine: Engine = IN_THIS_PROCESS,
     shard_bytes: int = 64 << 20,
     share: Share = ALONE,
-    merge_only: bool = False,
-    launched: bool = False,
 ) -> Tally:
     """Encode a dataset; returns what became of the samples, each counted once a resolution.
 
@@ -250,8 +246,6 @@ def encode(
         engine: who does the work. The local one encodes on this process's device; its processes read, decode and resize.
         shard_bytes: size at which a shard is closed.
         share: which of several devices or hosts this is.
-        merge_only: write nothing but what is merged from the parts of all.
-        launched: the other ranks run now, started by the same launcher; the first one merges.
 
     Raises:
         DataError, ManifestError, EncoderError: SOURCE, DEST or the encoders cannot be used.
@@ -307,9 +301,9 @@ def encode(
     )
     work = EncodeWork(Encoding(folder, dataset.job, sizes, resolutions is None, columns, shard_bytes), encoders, batch_size)
     with dataset.job.begun(first=[in_stream(stream, name) for stream in columns for name in EMPTY_CAPTIONS.values()]):
-        if text is not None and not merge_only:
+        if text is not None and not share.merge_only:
             _write_empty_captions(text, dataset.dest, list(columns))
-        return dataset.complete(lambda names: engine.map(work, [shards[name] for name in names]), share, merge_only, launched)
+        return dataset.complete(lambda names: engine.map(work, [shards[name] for name in names]), share)
 
 
 def _squares(resolutions: list[int]) -> dict[str, tuple[int, int]]:

@@ -13,11 +13,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from tqdm import tqdm
 
-from data_prep.engines.engine import Message, Resources, StreamedWork
+from data_prep.engines.engine import Message, StreamedWork
 from data_prep.engines.local import WorkerKilled, progress_bar
-from data_prep.mds.job import Job
-from data_prep.mds.tally import Tally
-from data_prep.mds.writing import PartEnd, PartsWriting
+from data_prep.mds.job import Job, Tally
+from data_prep.mds.parts import PartEnd, PartsWriting
 from diffusion.common.processes import SHARED_MEMORY_FULL, end_with_parent
 from diffusion.common.storage import StorageError, scratch_for
 from diffusion.contracts.errors import DataError, EncoderError, IncompleteError
@@ -63,15 +62,15 @@ class BatchWork(StreamedWork[Shard, Message, Tally], Generic[Message]):
     @property
     @abstractmethod
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
 
     @abstractmethod
     def read(self, shards: Sequence[Shard]) -> ShardMessages:
-        """What the workers read of shards."""
+        """Return the messages that workers read of shards."""
 
     @abstractmethod
     def writing(self) -> PartsWriting:
-        """What writes."""
+        """Return the writer of parts."""
 
     @abstractmethod
     def step(self, writing: Any, batch: Any) -> None:
@@ -115,14 +114,14 @@ class BatchWork(StreamedWork[Shard, Message, Tally], Generic[Message]):
     def messages(self, shard: Shard) -> Generator[Message]:
         yield from self.read([shard])
 
-    def start_fed(self, resources: Resources) -> Callable[[Iterator[Message]], Tally]:
+    def start_fed(self, cpus: int, gpus: float) -> Callable[[Iterator[Message]], Tally]:
         """Raises EncoderError: as `load`; or PyTorch sees no GPU, or has no kernels for it, where one was promised."""
-        if resources.gpus and not torch.cuda.is_available():
+        if gpus and not torch.cuda.is_available():
             raise EncoderError('the cluster gives a GPU to this process, and PyTorch sees none; install a PyTorch of its CUDA version')
-        if resources.gpus and (lacking := gpu_without_kernels()):
+        if gpus and (lacking := gpu_without_kernels()):
             raise EncoderError(lacking)
-        torch.set_num_threads(resources.cpus)
-        self.load(torch.device('cuda' if resources.gpus else 'cpu'))
+        torch.set_num_threads(cpus)
+        self.load(torch.device('cuda' if gpus else 'cpu'))
         return self._part
 
     def _part(self, messages: Iterator[Message]) -> Tally:

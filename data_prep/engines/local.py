@@ -15,7 +15,7 @@ from typing import Any, Generic
 
 from tqdm import tqdm
 
-from data_prep.engines.engine import Engine, Item, PartWork, Resources, Result
+from data_prep.engines.engine import Engine, Item, PartWork, Result
 from diffusion.common.processes import end_with_parent
 from diffusion.contracts.errors import IncompleteError
 
@@ -61,7 +61,7 @@ class PartFunction(PartWork[Item, Result], Generic[Item, Result]):
     def here(self, items: Sequence[Item], processes: int) -> Iterator[Result]:
         return map_parts(self, items, processes, self.label)
 
-    def start(self, resources: Resources) -> Callable[[Item], Result]:
+    def start(self, cpus: int, gpus: float) -> Callable[[Item], Result]:
         return self
 
 

@@ -1,111 +1,86 @@
-"""The options of convert, encode and recaption that choose an engine."""
+"""Options of convert, encode and recaption that choose an engine."""
 
-import argparse
-from contextlib import suppress
-from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, PositiveFloat, PositiveInt, model_validator
 
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import LocalEngine
-from data_prep.mds.command import default_processes
-from diffusion.common.arguments import positive_float, positive_int
+from data_prep.mds.command import DatasetRequest
+from diffusion.common.command_line import option
 from diffusion.common.ray_cluster import wrong_address
 
-LOCAL, RAY = 'local', 'ray'
 
-
-@dataclass(frozen=True)
-class ClusterOptions:
-    """How the Ray engine works.
-
-    Attributes:
-        address: of the cluster, as `ray_cluster.connect` takes it.
-        actors: number of workers; None: as many as fit.
-        cpus: of each worker.
-        gpus: of each worker; None: one if the work is faster on a GPU and the cluster has any.
-        resource: a resource of the cluster's owner, of which each worker takes 1.
-        decoders: tasks on any machine that read, decode and resize for the workers; 0: each worker does so itself.
-        part_min: minutes after which a part's worker is killed.
-        wait_min: minutes to wait for machines that are not there yet.
-    """
-
-    address: str | None = None
-    actors: int | None = None
-    cpus: int = 1
-    gpus: float | None = None
-    resource: str | None = None
-    decoders: int = 0
-    part_min: float = 30
-    wait_min: float = 0
-
-
-def add_engine_options(options: argparse.ArgumentParser, encodes: bool = False) -> None:
-    """--engine, and --ray-* with it, after --processes; some only for a command that encodes."""
-    group = options.add_argument_group('engine')
-    group.add_argument('--engine', choices=[LOCAL, RAY], default=LOCAL, help='who does the work: processes of this host (default), or a Ray cluster')
-    ray = [
-        group.add_argument(
-            '--ray-address',
-            type=_address,
-            metavar='HOST:PORT',
-            help='head of the cluster; auto: the cluster that runs here; local: a new one (default: RAY_ADDRESS, or a new one)',
-        ),
-        group.add_argument('--ray-actors', type=positive_int, metavar='N', help='workers (default: as many as fit)'),
-        group.add_argument('--ray-cpus', type=positive_int, metavar='N', help='CPUs, and threads, of a worker (default 1)'),
-        group.add_argument('--ray-resource', metavar='NAME', help='resource of which a worker takes 1, such as A10G'),
-        group.add_argument(
-            '--ray-part-min', type=positive_float, metavar='MIN', help='kill the worker of a part that takes longer (default 30); at most 4 attempts'
-        ),
-        group.add_argument(
-            '--ray-wait-min', type=positive_float, metavar='MIN', help='with --ray-actors: how long to wait for machines to come (default: refuse)'
-        ),
-    ]
-    if encodes:
-        ray += [
-            group.add_argument('--ray-gpus', type=_gpus, metavar='F', help='GPUs of a worker (default 1 if the cluster has any, else 0)'),
-            group.add_argument(
-                '--ray-decoders',
-                type=positive_int,
-                metavar='N',
-                help='tasks of 1 CPU on any machine that read, decode and resize for the workers (default: each worker does so itself)',
-            ),
-        ]
-    options.set_defaults(ray_options=[action.dest for action in ray], processes=None)
-
-
-def engine_of(options: argparse.ArgumentParser, args: argparse.Namespace) -> Engine:
-    """The engine that was asked for; ends the command where options contradict each other."""
-    given = {name.removeprefix('ray_'): getattr(args, name) for name in args.ray_options if getattr(args, name) is not None}
-    if args.engine == LOCAL:
-        if given:
-            options.error(f'--ray-{next(iter(given)).replace("_", "-")} is for --engine ray; add that, or leave it out')
-        return LocalEngine(args.processes or default_processes())
-    if args.world_size > 1 or args.rank:
-        options.error(
-            '--engine ray shares the work among machines by itself; leave out --rank and --world-size, and start one process by python -m: '
-            'no launcher such as composer, and no RANK and WORLD_SIZE in the environment'
-        )
-    if args.merge:
-        options.error('--merge writes no part; leave out --engine ray')
-    if args.processes:
-        options.error('--processes is for --engine local; --ray-actors and --ray-cpus say what works on a cluster')
-    if 'wait_min' in given and 'actors' not in given:
-        options.error('--ray-wait-min needs --ray-actors: how many workers to ask the machines for that come')
-    from data_prep.engines.cluster import ClusterEngine  # nothing of it is there without the option
-
-    return ClusterEngine(ClusterOptions(**given))
-
-
-def _address(text: str) -> str:
-    """An argparse type: see `ray_cluster.connect`."""
+def _checked_address(text: str) -> str:
     if wrong := wrong_address(text):
-        raise argparse.ArgumentTypeError(wrong)
+        raise ValueError(wrong)
     return text
 
 
-def _gpus(text: str) -> float:
-    """An argparse type: none, a share of a GPU that others have the rest of, or whole GPUs."""
-    with suppress(ValueError):
+def _checked_gpus(text: str) -> float:
+    try:
         value = float(text)
-        if value >= 0 and (value < 1 or value.is_integer()):
-            return value
-    raise argparse.ArgumentTypeError(f"'{text}' is neither 0 (none), nor a share of one GPU such as 0.5, nor a whole number of GPUs")
+    except ValueError:
+        value = -1.0
+    if value >= 0 and (value < 1 or value.is_integer()):
+        return value
+    raise ValueError('is neither 0 (none), nor a share of one GPU such as 0.5, nor a whole number of GPUs')
+
+
+def _ray(help: str, metavar: str) -> Any:
+    return option(None, help, metavar, group='engine')
+
+
+class EngineRequest(DatasetRequest):
+    """Dataset that an engine writes: processes of this host, or a Ray cluster."""
+
+    engine: Literal['local', 'ray'] = option('local', 'who does the work: processes of this host (default), or a Ray cluster', group='engine')
+    ray_address: Annotated[str, AfterValidator(_checked_address)] | None = _ray(
+        'head of the cluster; auto: the cluster that runs here; local: a new one (default: RAY_ADDRESS, or a new one)', 'HOST:PORT'
+    )
+    ray_actors: PositiveInt | None = _ray('workers (default: as many as fit)', 'N')
+    ray_cpus: PositiveInt | None = _ray('CPUs, and threads, of a worker (default 1)', 'N')
+    ray_resource: str | None = _ray('resource of which a worker takes 1, such as A10G', 'NAME')
+    ray_part_min: PositiveFloat | None = _ray('kill the worker of a part that takes longer (default 30); at most 4 attempts', 'MIN')
+    ray_wait_min: PositiveFloat | None = _ray('with --ray-actors: how long to wait for machines to come (default: refuse)', 'MIN')
+
+    def _of_ray(self) -> dict[str, Any]:
+        """Return the arguments of ClusterEngine that are given."""
+        given = {name: value for name, value in self if name.startswith('ray_') and value is not None}
+        return {name.removeprefix('ray_'): value for name, value in given.items()}
+
+    @model_validator(mode='after')
+    def _refuse_options_of_the_other_engine(self) -> Self:
+        given = self._of_ray()
+        if self.engine == 'local':
+            if given:
+                raise ValueError(f'--ray-{next(iter(given)).replace("_", "-")} is for --engine ray; add that, or leave it out')
+        elif self.ranks != (0, 1):
+            raise ValueError(
+                '--engine ray shares the work among machines by itself; leave out --rank and --world-size, and start one process by python -m: '
+                'no launcher such as composer, and no RANK and WORLD_SIZE in the environment'
+            )
+        elif self.merge:
+            raise ValueError('--merge writes no part; leave out --engine ray')
+        elif self.processes:
+            raise ValueError('--processes is for --engine local; --ray-actors and --ray-cpus say what works on a cluster')
+        elif 'wait_min' in given and 'actors' not in given:
+            raise ValueError('--ray-wait-min needs --ray-actors: how many workers to ask the machines for that come')
+        return self
+
+    def make_engine(self) -> Engine:
+        """Return the engine that was asked for."""
+        if self.engine == 'local':
+            return LocalEngine(self.num_processes)
+        from data_prep.engines.cluster import ClusterEngine  # nothing of it is there without the option
+
+        return ClusterEngine(**self._of_ray())
+
+
+class ModelEngineRequest(EngineRequest):
+    """Dataset that an engine writes with a model, on a GPU where there is one."""
+
+    ray_gpus: Annotated[float, BeforeValidator(_checked_gpus)] | None = _ray('GPUs of a worker (default 1 if the cluster has any, else 0)', 'F')
+    ray_decoders: PositiveInt | None = _ray(
+        'tasks of 1 CPU on any machine that read, decode and resize for the workers (default: each worker does so itself)', 'N'
+    )

@@ -1,77 +1,88 @@
-"""Options, exit codes and the closing table that the commands of data_prep share."""
+"""Requests, exit codes and the closing table that the commands of data_prep share."""
 
-import argparse
 import errno
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated
 
-from data_prep.mds.job import Share
-from data_prep.mds.tally import Tally
-from diffusion.common.arguments import CommandParser, positive_int
-from diffusion.common.processes import SHARED_MEMORY_FULL, shared_memory_is_full
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from data_prep.mds.job import Share, Tally
+from diffusion.common.command_line import Arguments, option
+from diffusion.common.processes import SHARED_MEMORY_FULL, end_with_parent, shared_memory_is_full
 from diffusion.common.text import counted, print_message, print_page
 from diffusion.contracts import errors
 from diffusion.contracts.errors import BAD_INPUT, INCOMPLETE, INTERRUPTED
 
 EXIT_CODES = """exit codes: 0 all rows (of this rank) are accounted for; 2 input or options are wrong and the message says how, or nothing was kept;
 3 not finished, for a reason outside (storage, network, a killed worker), 130 stopped by Ctrl-C: run the same command again to resume"""
+MAX_SHARD_MB = 4095  # offsets in an MDS shard have 32 bits
 
 
-def parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """An argument parser whose help is the module's docstring and the exit codes."""
-    return CommandParser(module, description, epilog=EXIT_CODES)
-
-
-def add_processes(options: argparse.ArgumentParser) -> None:
-    """--processes."""
-    options.add_argument(
-        '--processes', type=positive_int, default=default_processes(), metavar='N', help='worker processes on this host (default: its cores)'
-    )
-
-
-def default_processes() -> int:
-    """The cores of this host; several ranks on it share them."""
+def host_processes() -> int:
+    """Return the number of this host's cores; several ranks on it share them."""
     return max(1, len(os.sched_getaffinity(0)) // max(1, int(os.environ.get('LOCAL_WORLD_SIZE') or 1)))
 
 
-def add_sharing_options(options: argparse.ArgumentParser, merge: bool = True) -> None:
-    """How the work is shared among processes and hosts (`share_of`)."""
-    add_processes(options)
-    given = [os.environ.get(name, '') for name in ('RANK', 'WORLD_SIZE')]  # as launchers set them, both
-    rank, world_size = map(int, given) if all(value.isdigit() for value in given) else (0, 1)
-    options.add_argument('--rank', type=int, default=rank, metavar='I', help='this host of several that share the work (default %(default)s)')
-    options.add_argument('--world-size', type=positive_int, default=world_size, metavar='N', help='number of those hosts (default %(default)s)')
-    if merge:
-        options.add_argument('--merge', action='store_true', help='only merge what all hosts have written; the last one to finish does so anyway')
+class SharedRequest(Arguments):
+    """Work that processes and hosts share."""
+
+    processes: PositiveInt | None = option(None, 'worker processes on this host (default: its cores)', 'N', group='hosts')
+    rank: NonNegativeInt | None = option(None, 'this host of several that share the work (default: that of a launcher, or 0)', 'I', group='hosts')
+    world_size: PositiveInt | None = option(None, 'number of those hosts (default: that of a launcher, or 1)', 'N', group='hosts')
+
+    @property
+    def num_processes(self) -> int:
+        return self.processes or host_processes()
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Rank of this host and number of all."""
+        given = [os.environ.get(name, '') for name in ('RANK', 'WORLD_SIZE')]  # as launchers set them, both
+        rank, world_size = map(int, given) if all(value.isdigit() for value in given) else (0, 1)
+        return rank if self.rank is None else self.rank, self.world_size or world_size
+
+    def own_share(self) -> Share:
+        """Return this host's share of the work.
+
+        Raises:
+            DataError: there is no such rank.
+        """
+        return Share(*self.ranks)
 
 
-def add_shard_size(options: argparse._ActionsContainer) -> None:
-    """--shard-mb."""
-    options.add_argument('--shard-mb', type=_shard_mb, default=64, metavar='MB', help='size of a shard (default %(default)s)')
+class DatasetRequest(SharedRequest):
+    """Dataset that several hosts write and one of them merges."""
+
+    shard_mb: Annotated[int, Field(ge=1, le=MAX_SHARD_MB)] = option(64, 'size of a shard', 'MB')
+    merge: bool = option(False, 'only merge what all hosts have written; the last one to finish does so anyway', group='hosts')
+
+    def own_share(self) -> Share:
+        return Share(*self.ranks, merge_only=self.merge)
+
+    def share_of_device(self) -> Share:
+        """Return the share of a process that a launcher may have started, next to others, for each device."""
+        launched = self.ranks[1] > 1 and 'LOCAL_RANK' in os.environ
+        if launched:
+            end_with_parent()  # a killed launcher must not leave this rank behind, writing next to the next run
+        return replace(self.own_share(), launched=launched)
 
 
-def _shard_mb(text: str) -> int:
-    """An argparse type: megabytes of an MDS shard, whose offsets have 32 bits."""
-    value = positive_int(text)
-    if value > 4095:
-        raise argparse.ArgumentTypeError(f'{value} MB is above the 4095 MB that a shard can have')
-    return value
-
-
-def run_command(args: argparse.Namespace, work: Callable[[Share], Tally]) -> int:
-    """Run `work` on this host's share and print the closing table; returns the exit code."""
+def run_command(dest: str, work: Callable[[], Tally]) -> int:
+    """Do the work on this host's share and print the closing table; returns the exit code."""
     start = time.monotonic()
 
     def table() -> int:
-        tally = work(Share(args.rank, args.world_size))
-        print_page(closing_table(args.dest, tally, time.monotonic() - start))
+        tally = work()
+        print_page(closing_table(dest, tally, time.monotonic() - start))
         if tally.attempted and not tally.kept:
-            print_message(f'{args.dest}: nothing was kept; the table says why')
+            print_message(f'{dest}: nothing was kept; the table says why')
             return BAD_INPUT
         return 0
 
-    return exit_code(args.dest, table)
+    return exit_code(dest, table)
 
 
 def exit_code(where: str, work: Callable[[], int]) -> int:

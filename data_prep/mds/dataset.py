@@ -25,10 +25,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.mds.job import ALONE, Job, Share, compare
+from data_prep.mds.job import ALONE, Job, Share, Tally, compare
 from data_prep.mds.oddities import IDENTICAL, REPEATED, Repeats
 from data_prep.mds.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns
-from data_prep.mds.tally import Tally
 from diffusion import __version__
 from diffusion.common.files import parse_json
 from diffusion.common.storage import NUM_REQUESTS, Folder, Stat, scratch_for, sweep, write
@@ -70,26 +69,24 @@ class Dataset:
                 f'{self.dest.url}: {what}; names of files end at 255, of parts at {MAX_PART_BYTES}: shorten the names of files and folders'
             )
 
-    def complete(self, write: Callable[[list[str]], Iterable[Tally]], share: Share, merge_only: bool = False, launched: bool = False) -> Tally:
+    def complete(self, write: Callable[[list[str]], Iterable[Tally]], share: Share) -> Tally:
         """Write the parts of this share that are missing, and merge when all parts are there; returns what became of the rows.
 
         Args:
             write: writes the parts of these names, each by a PartWriter, in any order; yields their tallies. The same part is the same
                 whenever, wherever and however often it is written.
-            merge_only: write no part.
-            launched: the other ranks run now, started by the same launcher; the first one waits for them, merges and shows the whole.
 
         Raises:
             DataError, IncompleteError: as `missing` and `finish`.
         """
         now = Tally()
-        for tally in () if merge_only else write(self.missing(share)):
+        for tally in () if share.merge_only else write(self.missing(share)):
             now.add(tally)
-        if launched and share.rank > 0:
+        if share.launched and share.rank > 0:
             return now
-        if launched:
+        if share.launched:
             self.wait()
-        return self.finish(ALONE if merge_only or launched else share, now)
+        return self.finish(ALONE if share.merge_only or share.launched else share, now)
 
     def missing(self, share: Share) -> list[str]:
         """The parts of this share that are not there yet. Those that are there are checked to be of this input, and whole.
@@ -115,7 +112,7 @@ class Dataset:
         return [part for part in mine if part not in present or part in faults]
 
     def _fault(self, part: str, files: Mapping[str, Stat]) -> str:
-        """Why a part does not count although its marker is there: other settings, or a file that is missing or has another size."""
+        """Return why a part does not count although its marker is there: other settings, or a file that is missing or has another size."""
         try:
             marker = self._marker(part)
         except ValueError:

@@ -1,5 +1,7 @@
-"""A job that can be stopped and run again: what the content of DEST depends on is in `DEST/job.json`, written before anything else, once, by one of
-all processes that start; each is one of several that share the work, and a change of settings is refused.
+"""A job that can be stopped and run again: its share of the work, its settings, its counts.
+
+What the content of DEST depends on is in `DEST/job.json`, written before anything else, once, by one of all processes that start; a change of
+settings is refused.
 
 `data_prep.convert`, `encode` and `recaption` add parts with markers (dataset.py, parts.py), `download` shards with stats (crawling/crawl.py),
 `shapes` whole files.
@@ -7,12 +9,13 @@ all processes that start; each is one of several that share the work, and a chan
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from diffusion.common.files import parse_json_object
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
@@ -26,21 +29,84 @@ Item = TypeVar('Item')
 
 @dataclass(frozen=True)
 class Share:
-    """Which of several hosts this is; each has every world_size-th part."""
+    """Place among several hosts that share the work; each has every world_size-th part.
+
+    Attributes:
+        merge_only: write nothing but what is merged from the parts of all hosts.
+        launched: the other ranks run now, started by the same launcher; the first one waits for them, merges and shows the whole.
+    """
 
     rank: int = 0
     world_size: int = 1
+    merge_only: bool = False
+    launched: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise DataError(f'--rank {self.rank} is not one of 0 to {self.world_size - 1} (--world-size {self.world_size})')
 
     def of(self, parts: Sequence[Item]) -> Sequence[Item]:
-        """This host's parts."""
+        """Return this host's parts."""
         return parts[self.rank :: self.world_size]
 
 
 ALONE = Share()
+
+
+@dataclass
+class Tally:
+    """Counts of what became of the input rows: attempted = kept + all of dropped.
+
+    Attributes:
+        kept_in: kept rows by stream; a dataset that is one stream has the name ''.
+        dropped: rows left out, by reason.
+        notes: what was done to kept rows, such as `re-encoded: CMYK`.
+        min_side_px: shortest side of any kept image, by stream.
+        num_bytes: size of the shards.
+        attempted_now: rows that this run of the command dealt with; the others were there already.
+        remarks: lines for the end of the closing table.
+    """
+
+    attempted: int = 0
+    kept_in: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    min_side_px: dict[str, int] = field(default_factory=dict)
+    num_bytes: int = 0
+    attempted_now: int = 0
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def kept(self) -> int:
+        return self.kept_in.total()
+
+    def keep(self, stream: str = '', side_px: int | None = None) -> None:
+        self.attempted += 1
+        self.kept_in[stream] += 1
+        if side_px is not None:
+            self.min_side_px[stream] = min(side_px, self.min_side_px.get(stream, side_px))
+
+    def drop(self, reason: str) -> None:
+        self.attempted += 1
+        self.dropped[reason] += 1
+
+    def add(self, other: 'Tally') -> None:
+        self.attempted += other.attempted
+        self.attempted_now += other.attempted_now
+        self.num_bytes += other.num_bytes
+        for mine, its in ((self.kept_in, other.kept_in), (self.dropped, other.dropped), (self.notes, other.notes)):
+            mine.update(its)
+        for stream, side_px in other.min_side_px.items():
+            self.min_side_px[stream] = min(side_px, self.min_side_px.get(stream, side_px))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that a part's marker keeps."""
+        return {name: getattr(self, name) for name in ('attempted', 'kept_in', 'dropped', 'notes', 'min_side_px', 'num_bytes')}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        counters = {name: Counter(content[name]) for name in ('kept_in', 'dropped', 'notes')}
+        return cls(**{**content, **counters})
 
 
 @dataclass(frozen=True)
@@ -59,12 +125,12 @@ class Job:
 
     @cached_property
     def content(self) -> bytes:
-        """Of job.json."""
+        """Content of job.json."""
         return json.dumps(self.settings, indent=1).encode()
 
     @cached_property
     def digest(self) -> str:
-        """Of the settings; every part carries it, so that parts of two jobs are never merged."""
+        """Digest of the settings; every part carries it, so that parts of two jobs are never merged."""
         return hashlib.sha256(self.content).hexdigest()[:16]
 
     def begin(self) -> None:
@@ -142,7 +208,7 @@ class Job:
             return None
 
     def _kept_nothing(self) -> bool:
-        """Whether the job that is there has ended, without a single sample."""
+        """Return whether the job that is there has ended, without a single sample."""
         try:
             return Manifest.read(self.dest.url).num_samples == 0
         except ManifestError:

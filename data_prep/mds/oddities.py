@@ -25,7 +25,7 @@ REPEATED, LONG = 'with the caption of an earlier one', 'with a caption that is t
 
 @dataclass(frozen=True)
 class Oddity:
-    """How an oddity is defined, the share of samples above which it is worth a warning, and what to do about it."""
+    """Definition of an oddity, the share of samples above which it is worth a warning, and what to do about it."""
 
     definition: str
     share: float

@@ -17,10 +17,8 @@ from data_prep.engines.batches import BatchWork, ShardMessages
 from data_prep.engines.engine import Engine
 from data_prep.engines.local import IN_THIS_PROCESS, LocalEngine
 from data_prep.mds.dataset import Dataset
-from data_prep.mds.job import ALONE, Job, Share
-from data_prep.mds.parts import Columns
-from data_prep.mds.tally import Tally
-from data_prep.mds.writing import PartEnd, PartsWriting
+from data_prep.mds.job import ALONE, Job, Share, Tally
+from data_prep.mds.parts import Columns, PartEnd, PartsWriting
 from data_prep.recaptioning.captioner import Caption, Captioner, Generation, Preparation
 from data_prep.sources.folder import open_source
 from data_prep.sources.mds import find_images
@@ -235,8 +233,6 @@ def recaption(
     engine: Engine = IN_THIS_PROCESS,
     shard_bytes: int = 64 << 20,
     share: Share = ALONE,
-    merge_only: bool = False,
-    launched: bool = False,
 ) -> Tally:
     """Write the dataset again with captions by a model; returns what became of the samples.
 
@@ -247,8 +243,6 @@ def recaption(
         engine: who does the work. The local one captions on this process's device; its processes read, decode and prepare.
         shard_bytes: size at which a shard is closed.
         share: which of several devices or hosts this is.
-        merge_only: write nothing but what is merged from the parts of all.
-        launched: the other ranks run now, started by the same launcher; the first one merges.
 
     Raises:
         DataError, ManifestError, EncoderError: SOURCE, DEST or the model cannot be used.
@@ -256,7 +250,7 @@ def recaption(
     """
     made_from, folder = find_images(source, 'recaption'), open_source(source)
     captioner = Captioner.find(location, generation)
-    if isinstance(engine, LocalEngine) and not merge_only:
+    if isinstance(engine, LocalEngine) and not share.merge_only:
         captioner.load(own_device())
     streams = {stream: Manifest.read(f'{source}/{stream}') for stream in made_from.streams} or {'': made_from}
     shards = shards_by_name(folder, made_from)
@@ -301,7 +295,7 @@ def recaption(
     )
     work = RecaptionWork(Recaptioning(folder, dataset.job, columns, choice, shard_bytes), captioner, limit, batch_size)
     with dataset.job.begun():
-        return dataset.complete(lambda names: engine.map(work, [shards[name] for name in names]), share, merge_only, launched)
+        return dataset.complete(lambda names: engine.map(work, [shards[name] for name in names]), share)
 
 
 def _columns(manifest: Manifest, one_caption: bool) -> Columns:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,7 +100,7 @@ def connect(address: str | None, what: str, namespace: str | None = None) -> Any
             shown = f'{address} ({AUTO})'
         if address != LOCAL:
             _expect_answer(address)
-        with _own_signals(), _quiet(), nullcontext() if address == LOCAL else _few_attempts():
+        with _undisturbed_start(local=address == LOCAL):
             ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING, **own)  # type: ignore[arg-type]
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         cause = (isinstance(error, OSError) and error.strerror) or error
@@ -152,7 +152,12 @@ def _expect_answer(address: str) -> None:
         try:
             with socket.create_connection((host.strip('[]'), int(port)), timeout=max(0.1, end - time.monotonic())) as connection:
                 if os.environ.get('RAY_USE_TLS', '0') in ('', '0'):
-                    _expect_settings(connection)
+                    connection.sendall(HTTP2_PREFACE)
+                    header = b''
+                    while len(header) < FRAME_HEADER_BYTES and (more := connection.recv(FRAME_HEADER_BYTES - len(header))):
+                        header += more
+                    if len(header) < FRAME_HEADER_BYTES or header[3] != SETTINGS or any(header[5:]):
+                        raise ConnectionError('something else than Ray listens there')
                 return
         except ConnectionRefusedError:  # a head that is just starting
             if time.monotonic() + 0.5 > end:
@@ -162,17 +167,8 @@ def _expect_answer(address: str) -> None:
             raise TimeoutError(f'no answer within {ANSWER_SEC} s') from None
 
 
-def _expect_settings(connection: socket.socket) -> None:
-    connection.sendall(HTTP2_PREFACE)
-    header = b''
-    while len(header) < FRAME_HEADER_BYTES and (more := connection.recv(FRAME_HEADER_BYTES - len(header))):
-        header += more
-    if len(header) < FRAME_HEADER_BYTES or header[3] != SETTINGS or any(header[5:]):
-        raise ConnectionError('something else than Ray listens there')
-
-
 def room_for(machines: Iterable[Mapping[str, float]], each: Mapping[str, float]) -> int:
-    """How many processes fit that take `each` amount by name, each process on one machine.
+    """Return how many processes fit that take `each` amount by name, each process on one machine.
 
     A share of a GPU is of one GPU: where 0.4 of each are left there is no room for 0.6, however many GPUs there are.
     """
@@ -208,38 +204,16 @@ def _keep_authentication(what: str) -> None:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
-    """Ray takes SIGTERM for itself; a run that is asked to stop has to save."""
-    if threading.current_thread() is not threading.main_thread():
+def _undisturbed_start(local: bool) -> Iterator[None]:
+    """Keep what Ray would change or say while it starts in this process."""
+    with ExitStack() as restored:
+        if threading.current_thread() is threading.main_thread():  # Ray takes SIGTERM for itself; a run that is asked to stop has to save
+            restored.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        logger = logging.getLogger('ray._private.authentication.authentication_token_setup')
+        restored.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)  # on a warning's level, it advises to switch authentication off
+        # A head that answers, but refuses the token, is asked 20 times, with a second and a line each (2.60); the number is in seconds, too.
+        if not local and (name := 'RAY_gcs_server_port_wait_time_s') not in os.environ:
+            os.environ[name] = str(ANSWER_SEC)
+            restored.callback(os.environ.pop, name)
         yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _few_attempts() -> Iterator[None]:
-    """Ray asks a head that answers, but refuses the token, 20 times, with a second and a line each (2.60)."""
-    name = 'RAY_gcs_server_port_wait_time_s'  # in seconds, and just as many attempts
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = str(ANSWER_SEC)
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Ray advises, on a warning's level, to switch authentication off."""
-    logger = logging.getLogger('ray._private.authentication.authentication_token_setup')
-    before, logger.level = logger.level, logging.ERROR
-    try:
-        yield
-    finally:
-        logger.level = before

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from typing_extensions import TypedDict
 
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import convert
 from data_prep.encoding.dataset import encode
-from data_prep.mds.tally import Tally
+from data_prep.mds.job import Tally
 from diffusion.checkpoints.initial import base_of
 from diffusion.checkpoints.manifest import batches_of
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, recipe_yaml

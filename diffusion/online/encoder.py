@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from diffusion.encoders.vae import Vae
 
 @dataclass(frozen=True)
 class Settings:
-    """What an encoder has to be so that its moments are those of the trainer.
+    """Requirements on an encoder, so that its moments are those of the trainer.
 
     Args:
         source, revision: of the VAE, as `model.encoders` has them.
@@ -65,13 +64,6 @@ class BadImage(Exception):
         self.position, self.cause = position, cause
 
 
-class Answer(NamedTuple):
-    """Moments (B, 2C, h, w), or why there are none."""
-
-    moments: np.ndarray | None = None
-    error: Exception | None = None
-
-
 class ImageEncoder:
     """Lives in a Ray actor. `busy_sec` is called from a thread of its own while `encode` computes."""
 
@@ -91,35 +83,39 @@ class ImageEncoder:
         return self.error or _machine()
 
     def busy_sec(self) -> float:
-        """How long the current call has taken so far; 0 between calls."""
+        """Seconds that the current call has taken so far; 0 between calls."""
         begun = self.begun
         return 0.0 if begun is None else time.monotonic() - begun
 
-    def encode(self, images: np.ndarray | StoredImages, training: bool) -> Answer:
-        """Of (B, 3, H, W) uint8 images, or of stored ones.
+    def encode(self, images: np.ndarray | StoredImages, training: bool) -> np.ndarray | Exception:
+        """Return moments (B, 2C, h, w) of (B, 3, H, W) uint8 images, or of stored ones; or why there are none.
 
         Args:
             training: as a training step does, compiled if it is; evaluation never is.
         """
         if self.error is not None:
-            return Answer(error=self.error)
+            return self.error
         self.begun = time.monotonic()
         try:
-            # Ray's arrays are read-only.
-            pixels = self._decoded(images) if isinstance(images, StoredImages) else torch.from_numpy(images.copy())
-            return Answer(self._moments(pixels, training))
+            if isinstance(images, StoredImages):  # (B, 3, H, W) uint8, as the loader's processes make them
+                pixels = torch.stack(list(self.decoders.map(partial(_decode, images), range(len(images.contents)))))
+            else:
+                pixels = torch.from_numpy(images.copy())  # Ray's arrays are read-only
+            return self._moments(pixels, training)
         except (ClusterRefusal, BadImage) as error:
-            return Answer(error=error)
+            return error
         finally:
             self.begun = None
 
-    def _decoded(self, images: StoredImages) -> Tensor:
-        """(B, 3, H, W) uint8, as the loader's processes make them."""
-        return torch.stack(list(self.decoders.map(partial(_decode, images), range(len(images.contents)))))
-
     def _start(self) -> None:
         settings = self.settings
-        _refuse_other_code(settings.identity)
+        own = code_identity()
+        different = [f'{name} {own.get(name)} (the trainer has {theirs})' for name, theirs in settings.identity.items() if own.get(name) != theirs]
+        if different:
+            raise ClusterRefusal(
+                f'data.encoders.ray: the encoder {_machine()} would compute something else: {", ".join(different)}; install the same version of this '
+                'project and of its packages on all machines of the cluster'
+            )
         device = torch.device('cuda' if settings.on_gpu else 'cpu')
         if settings.on_gpu and (lacking := gpu_without_kernels()):
             raise EncoderError(f'the encoder {_machine()}: {lacking}')
@@ -164,16 +160,6 @@ def _decode(images: StoredImages, position: int) -> Tensor:
     except ImageError as error:
         raise BadImage(position, f'{type(error).__name__}: {error}') from None
     return pixels.flip(-1) if images.mirrored[position] else pixels
-
-
-def _refuse_other_code(expected: Mapping[str, str | None]) -> None:
-    own = code_identity()
-    different = [f'{name} {own.get(name)} (the trainer has {theirs})' for name, theirs in expected.items() if own.get(name) != theirs]
-    if different:
-        raise ClusterRefusal(
-            f'data.encoders.ray: the encoder {_machine()} would compute something else: {", ".join(different)}; install the same version of this '
-            'project and of its packages on all machines of the cluster'
-        )
 
 
 def _machine() -> str:

@@ -1,4 +1,4 @@
-"""The encoders of a run as one rank sees them: who is there, who has which micro-batch, and what happens to the work of one that is lost.
+"""The encoders of a run as one rank sees them: which are there, which has which micro-batch, and a loader whose batches they encode ahead.
 
 A rank sends each micro-batch to the encoder that has least of it to do, from its own copy in the object store: whatever becomes of an encoder, the
 work goes to another one, and nothing of Ray's lineage is needed. Ray starts a lost encoder again under its name.
@@ -6,20 +6,24 @@ work goes to another one, and nothing of Ray's lineage is needed. Ray starts a l
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from diffusion.common.ray_cluster import ClusterRefusal, refuse_lost_head
-from diffusion.common.text import first_line, print_message
-from diffusion.contracts.batch import StoredImages
+from diffusion.common.text import counted, first_line, print_message
+from diffusion.contracts.batch import Batch, StoredImages
 from diffusion.contracts.errors import DataUnavailable
+from diffusion.online.encoder import BadImage
 
 LOOK_SEC = 1.0  # between two looks at what has come; also between two calls of an encoder that does not answer yet
 UNREACHABLE = 'its process has died, or its machine cannot be reached'
 ANSWER_SEC = 10.0  # in which an encoder that computes says so
+NUM_NAMED = 8  # samples that a message names
 MAX_LOSSES, LOSSES_SEC = 10, 3600.0  # of one encoder within an hour, but for those over images that are suspected already
 
 
@@ -89,7 +93,7 @@ class Pool:
         self.num_images = self.num_replaced = 0
         self.waited_sec = 0.0  # for encoders, of all batches
         for member in self.members:
-            self._call(member)
+            member.starting = member.actor.ready.remote()
 
     @property
     def num_serving(self) -> int:
@@ -126,7 +130,7 @@ class Pool:
         for call in done:
             self._take(calls[call], call)
         for member in self.members:
-            self._see_to(member)
+            self._check_member(member)
         if all(member.lost for member in self.members):
             raise DataUnavailable(
                 f'data.encoders.ray: no encoder is left. {self.members[0].name}: {self.members[0].lost}; run the same command again to resume'
@@ -150,7 +154,7 @@ class Pool:
             return
         if call is member.starting:
             member.starting = None
-            self._welcome(member, answer)
+            self._register(member, answer)
         elif call is member.look:
             member.look = None
             if answer < self.patience_sec:
@@ -164,7 +168,7 @@ class Pool:
                 work.answer, work.content = answer, None
                 self.num_images += work.num_images
 
-    def _welcome(self, member: Member, answer: Any) -> None:
+    def _register(self, member: Member, answer: Any) -> None:
         """A starting encoder has answered: with the name of its machine, or with what keeps it from serving."""
         if isinstance(answer, Exception):
             self._leave_out(member, answer)
@@ -175,7 +179,7 @@ class Pool:
         member.serves = member.has_served = True
 
     def _leave_out(self, member: Member, error: Exception) -> None:
-        """Of an encoder that cannot serve: at the start it is an error, later the others do its work."""
+        """Give up an encoder that cannot serve: at the start that is an error, later the others do its work."""
         if not member.has_served:
             raise error
         member.lost = str(error)
@@ -202,13 +206,13 @@ class Pool:
             often = f'lost {MAX_LOSSES} times within {within_sec / 60:.0f} min (limit {LOSSES_SEC / 60:.0f})'
             self._leave_out(member, DataUnavailable(f'{often}, the last time: {member.cause}; look at its machine (out of memory?)'))
 
-    def _see_to(self, member: Member) -> None:
+    def _check_member(self, member: Member) -> None:
         now = time.monotonic()
         if member.lost:
             return
         if not member.serves:
             if member.starting is None and now > member.call_again:
-                self._call(member)
+                member.starting = member.actor.ready.remote()
             return
         if not member.sent or now - member.begun < self.patience_sec:
             return
@@ -222,9 +226,6 @@ class Pool:
         self.ray.kill(member.actor, no_restart=False)
         self._lose(member, DataUnavailable(f'{why} (data.encoders.ray.patience_sec={self.patience_sec:g}) and was killed'))
 
-    def _call(self, member: Member) -> None:
-        member.starting = member.actor.ready.remote()
-
     def _hand_out(self) -> None:
         serving = [member for member in self.members if member.serves]
         for work in [work for work in self.waiting if work.due or not work.suspected] if serving else ():
@@ -235,7 +236,97 @@ class Pool:
             self.waiting.remove(work)
 
     def why_none(self) -> Iterator[str]:
-        """What is known of the encoders that do not serve."""
+        """Yield what is known of each encoder that does not serve."""
         for member in self.members:
             if not member.serves:
                 yield f'{member.name}: {member.lost or member.cause or "still starting"}'
+
+
+@dataclass(frozen=True)
+class EncodedAhead:
+    """Replaces images by moments in an iterator of batches, a few batches ahead, in the loader's order.
+
+    Args:
+        pool: of the encoders.
+        micro_size: images that are encoded together. Other numbers round otherwise: these are the micro-batches of training.
+        ahead: batches that are on their way while another one is trained on.
+        training: see `ImageEncoder.encode`.
+        timeout_sec: longest wait for a batch.
+        pin: hand out tensors in pinned memory.
+        refuse: raises DataError for the id of a sample that cannot be decoded, and the cause.
+    """
+
+    pool: Pool
+    micro_size: int
+    ahead: int
+    training: bool
+    timeout_sec: float
+    pin: bool
+    refuse: Callable[[int, str], None]
+
+    def __call__(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches.
+
+        Raises:
+            DataUnavailable: a batch took longer than `timeout_sec`, or no encoder is left.
+            DataError: an image cannot be decoded.
+            ClusterRefusal: an encoder has no room for a micro-batch.
+        """
+        under_way: deque[tuple[Batch, list[MicroBatch]]] = deque()
+        try:
+            for batch in batches:
+                under_way.append((batch, self._sent(batch)))
+                if len(under_way) > self.ahead:
+                    yield self._encoded(*under_way.popleft())
+            while under_way:
+                yield self._encoded(*under_way.popleft())
+        finally:
+            for _, works in under_way:
+                for work in works:
+                    self.pool.drop(work)
+
+    def _sent(self, batch: Batch) -> list[MicroBatch]:
+        if 'stored' in batch:
+            return [self.pool.send(part, len(part.contents), self.training) for part in batch.pop('stored').split(self.micro_size)]
+        return [self.pool.send(part.numpy(), len(part), self.training) for part in batch.pop('images').split(self.micro_size)]
+
+    def _encoded(self, batch: Batch, works: list[MicroBatch]) -> Batch:
+        for work in works:
+            work.due = True
+        self.pool.advance(0)
+        waited_sec, begun = 0.0, time.monotonic()
+        while any(work.answer is None for work in works):
+            self.pool.advance(LOOK_SEC)
+            now = time.monotonic()
+            waited_sec, begun = waited_sec + min(now - begun, 10 * LOOK_SEC), now  # not what this process was stopped for
+            if waited_sec > self.timeout_sec:
+                raise self._overdue(batch, works)
+        self.pool.waited_sec += waited_sec
+        for work, keys in zip(works, batch['sample_key'].split(self.micro_size), strict=True):
+            if isinstance(work.answer, BadImage):
+                self.refuse(int(keys[work.answer.position, 1]), work.answer.cause)
+            if isinstance(work.answer, Exception):
+                raise work.answer
+        batch['moments'] = torch.cat([torch.from_numpy(work.answer) for work in works])
+        return _pinned(batch) if self.pin else batch
+
+    def _overdue(self, batch: Batch, works: list[MicroBatch]) -> DataUnavailable:
+        """Return the error that names the samples that are missing, those first over which most encoders were lost."""
+        keys = zip(works, batch['sample_key'].split(self.micro_size), strict=True)
+        missing = sorted(((work, part) for work, part in keys if work.answer is None), key=lambda each: -each[0].suspected)
+        suspected, first = missing[0][0].suspected, missing[0][1].tolist()
+        named = ', '.join(str(sample_id) for _, sample_id, _ in first[:NUM_NAMED]) + (' ...' if len(first) > NUM_NAMED else '')
+        over = f'; {counted(suspected, "encoder")} lost over the samples with the ids {named} of epoch {first[0][0]}' if suspected else ''
+        serving = f'{self.pool.num_serving} of {counted(len(self.pool.members), "encoder")} serve'
+        why = ''.join(f'; {cause}' for cause in self.pool.why_none())
+        return DataUnavailable(
+            f'data.encoders.ray: {len(missing)} of {len(works)} micro-batches of a batch did not come back within {self.timeout_sec:g} s '
+            f'(data.timeout_sec)'
+            f'{over}; {serving}{why}. Look at their machines and run the same command again to resume'
+        )
+
+
+def _pinned(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.pin_memory()
+    return {name: _pinned(part) for name, part in value.items()} if isinstance(value, dict) else value

@@ -1,10 +1,8 @@
-"""From a recipe to encoders that serve: rank 0 makes them in a namespace of this start of the run, the other ranks find them there by name."""
+"""Start of the encoders that a recipe asks for: rank 0 makes them in a namespace of this start of the run, the others find them there by name."""
 
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from composer.utils import dist
@@ -21,31 +19,65 @@ from diffusion.recipe.schema import RayEncoders, Recipe
 KEY = 'data.encoders.ray'
 
 
-@dataclass(frozen=True)
-class _Place:
-    address: str
-    namespace: str
-
-
-def open_pool(recipe: Recipe, settings: Settings) -> Pool:
+def open_pool(recipe: Recipe, vae_sha256: str, backend: str, shapes: Sequence[tuple[int, int, int, int]]) -> Pool:
     """Connect this rank, and have the encoders made. They start while the caller does other things, until `wait_for`. All ranks must call it.
+
+    Args:
+        backend: of torch.compile, where training compiles.
+        shapes: (B, 3, H, W) of the training micro-batches.
 
     Raises:
         ClusterRefusal: Ray is not installed, or no machine of the cluster has what an encoder needs.
         ClusterError: there is no cluster, a rank cannot join it, or it has not room for all encoders.
     """
     assert recipe.data.encoders is not None
-    wanted = recipe.data.encoders.ray
+    wanted, source, train = recipe.data.encoders.ray, recipe.model.encoders, recipe.train
+    names = [f'encoder-{number}' for number in range(wanted.actors)]
     made: list[Any] = []
+
+    def make() -> tuple[str, str]:
+        """Rank 0: the encoders end with it. Returns the cluster's address and their namespace."""
+        namespace = f'{recipe.name}-{uuid.uuid4().hex[:8]}'
+        ray = connect(wanted.address, KEY, namespace)
+        refuse_lack([node['Resources'] for node in ray.nodes() if node['Alive']], wanted)
+        settings = Settings(
+            source.source,
+            source.revision,
+            vae_sha256,
+            code_identity(),
+            in_bf16=train.precision != 'fp32' and train.vae_precision == 'bf16',
+            backend=backend if train.compile is not None else None,
+            benchmark=train.cudnn_benchmark,
+            on_gpu=wanted.gpus > 0,
+            threads=wanted.cpus,
+            dtype=wanted.moments,
+            shapes=shapes,
+        )
+        actor = ray.remote(
+            num_cpus=wanted.cpus,
+            num_gpus=wanted.gpus,
+            resources={wanted.resource: 1} if wanted.resource is not None else None,
+            scheduling_strategy='SPREAD',
+            max_restarts=-1,
+            max_task_retries=0,
+            concurrency_groups={'look': 1},
+        )(ImageEncoder)
+        made.extend(actor.options(name=name).remote(settings) for name in names)
+        return ray.get_runtime_context().gcs_address, namespace
+
+    def join() -> list[Any]:
+        ray = connect(address, KEY, namespace)
+        return [ray.get_actor(name) for name in names]
+
     try:
-        place = on_first_rank(partial(_make, wanted, settings, f'{recipe.name}-{uuid.uuid4().hex[:8]}', made))
-        actors = on_every_rank(lambda: made or _join(place, wanted))
+        address, namespace = on_first_rank(make)
+        actors = on_every_rank(lambda: made or join())
     except Exception:
         disconnect()
         raise
     import ray
 
-    return Pool(ray, dict(zip(_names(wanted), actors, strict=True)), wanted.patience_sec)
+    return Pool(ray, dict(zip(names, actors, strict=True)), wanted.patience_sec)
 
 
 def wait_for(pool: Pool, timeout_sec: float) -> None:
@@ -72,56 +104,6 @@ def wait_for(pool: Pool, timeout_sec: float) -> None:
     if dist.get_global_rank() == 0:
         missing = ''.join(f'; {why}' for why in pool.why_none())
         print_message(f'encoders: {pool.num_serving} of {len(pool.members)} ready after {time.monotonic() - begun:.0f} s{missing}')
-
-
-def settings_of(recipe: Recipe, vae_sha256: str, backend: str, shapes: Sequence[tuple[int, int, int, int]]) -> Settings:
-    """What the encoders have to be, so that they compute what each rank would.
-
-    Args:
-        backend: of torch.compile, where training compiles.
-        shapes: (B, 3, H, W) of the training micro-batches.
-    """
-    assert recipe.data.encoders is not None
-    wanted, source, train = recipe.data.encoders.ray, recipe.model.encoders, recipe.train
-    return Settings(
-        source.source,
-        source.revision,
-        vae_sha256,
-        code_identity(),
-        in_bf16=train.precision != 'fp32' and train.vae_precision == 'bf16',
-        backend=backend if train.compile is not None else None,
-        benchmark=train.cudnn_benchmark,
-        on_gpu=wanted.gpus > 0,
-        threads=wanted.cpus,
-        dtype=wanted.moments,
-        shapes=shapes,
-    )
-
-
-def _names(wanted: RayEncoders) -> list[str]:
-    return [f'encoder-{number}' for number in range(wanted.actors)]
-
-
-def _make(wanted: RayEncoders, settings: Settings, namespace: str, made: list[Any]) -> _Place:
-    """Rank 0: the encoders end with it."""
-    ray = connect(wanted.address, KEY, namespace)
-    refuse_lack([node['Resources'] for node in ray.nodes() if node['Alive']], wanted)
-    kind = ray.remote(concurrency_groups={'look': 1})(ImageEncoder)
-    needs = {
-        'num_cpus': wanted.cpus,
-        'num_gpus': wanted.gpus,
-        'resources': {wanted.resource: 1} if wanted.resource is not None else None,
-        'scheduling_strategy': 'SPREAD',
-        'max_restarts': -1,
-        'max_task_retries': 0,
-    }
-    made += [kind.options(name=name, **needs).remote(settings) for name in _names(wanted)]
-    return _Place(ray.get_runtime_context().gcs_address, namespace)
-
-
-def _join(place: _Place, wanted: RayEncoders) -> list[Any]:
-    ray = connect(place.address, KEY, place.namespace)
-    return [ray.get_actor(name) for name in _names(wanted)]
 
 
 def refuse_lack(machines: Sequence[Mapping[str, float]], wanted: RayEncoders) -> None:

@@ -42,9 +42,8 @@ from diffusion.monitoring.records import DrawingRecord, JsonlLog, RunRecord
 from diffusion.monitoring.sample_grid import SampleGrid
 from diffusion.monitoring.sample_scores import build_sample_scores
 from diffusion.monitoring.throughput import BadSamplesLog, EncodersLog, Goodput, LearningRate, Throughput
-from diffusion.online.ahead import EncodedAhead
-from diffusion.online.pool import Pool
-from diffusion.online.start import open_pool, settings_of, wait_for
+from diffusion.online.pool import EncodedAhead, Pool
+from diffusion.online.start import open_pool, wait_for
 from diffusion.recipe import AnyRecipe, Recipe, RecipeError, refuse_changes, to_yaml
 from diffusion.recipe.averaging import profiles
 from diffusion.recipe.rules import length_in_batches, starts_before_the_end
@@ -244,7 +243,7 @@ def _encode_ahead(recipe: Recipe, vae_sha256: str, micro_batch: int, loader: Wat
     if recipe.data.encoders is None:
         return None
     shapes = [(micro_batch, 3, height, width) for width, height in sorted(set(loader.dataset.sizes_px))]  # type: ignore[attr-defined]
-    pool = open_pool(recipe, settings_of(recipe, vae_sha256, BACKEND, shapes))
+    pool = open_pool(recipe, vae_sha256, BACKEND, shapes)
     for each, training in ((loader, True), (validation, False)):
         if each is not None:
             each.through = EncodedAhead(

@@ -18,8 +18,7 @@ from data_prep.auditing.dataset import audit_dataset, plan, spread, summary
 from data_prep.auditing.page import bars, write_report
 from data_prep.auditing.samples import SCALES, false_colours, max_tokens
 from data_prep.converting.buckets import MinSideBuckets
-from data_prep.converting.conversion import COLUMNS, Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import COLUMNS, Options, convert
 from data_prep.converting.filters import Filters
 from data_prep.mds import oddities
 from data_prep.mds.oddities import BLANK, IDENTICAL, LONG, REPEATED, least_tokens

@@ -10,8 +10,7 @@ from streaming import LocalDataset
 
 from data_prep.auditing.dataset import audit_dataset
 from data_prep.converting.buckets import MinSideBuckets
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.encoding.dataset import encode
 from data_prep.engines.local import LocalEngine
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
@@ -260,7 +259,7 @@ def test_arguments_that_could_do_nothing_are_refused(tmp_path):
     alone = run_here('data_prep.encode', tmp_path, tmp_path / 'out', '--resolution', 32, '--encoders', tmp_path, '--network', 'tiny', code=2).stderr
     assert '--network only says how --text-embeddings encodes captions' in alone
     said = run_here('data_prep.encode', tmp_path, tmp_path / 'out', '--resolution', 32, '--encoders', tmp_path, '--network', 'sd3', code=2).stderr
-    assert "invalid choice: 'sd3'" in said
+    assert '--network sd3: is not one of' in said
     assert 'tiny-prx' in said
 
 

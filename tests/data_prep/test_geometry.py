@@ -14,7 +14,7 @@ from PIL import Image
 from streaming import LocalDataset, MDSWriter
 
 from data_prep.auditing.dataset import audit_dataset
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import convert
 from data_prep.encoding.dataset import encode
 from diffusion.check import data_errors
 from diffusion.contracts.errors import ManifestError

@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.converting.filters import Filters
 from diffusion.datasets.decode import ImageError, canonical, open_image
 from tests.conftest import run_python

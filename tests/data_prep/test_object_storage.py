@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import convert
 from data_prep.encoding.dataset import encode
 from data_prep.engines.local import LocalEngine
 from data_prep.mds.job import Share
@@ -117,7 +117,7 @@ def test_hosts_share_the_work_and_the_last_one_merges(where, request, crawl, enc
     assert 'the last one to finish merges' in first.remarks[0]
     assert 'manifest.json' not in open_folder(f'{root}/images').files()
     with pytest.raises(IncompleteError, match='1 of 2 parts are not written, 00001 for one'):
-        convert(crawl, f'{root}/images', merge_only=True)
+        convert(crawl, f'{root}/images', share=Share(merge_only=True))
     assert convert(crawl, f'{root}/images', share=Share(1, 2)).kept == NUM_IMAGES
     assert Manifest.read(f'{root}/images').num_samples == NUM_IMAGES
     location = EncoderSource(str(encoders_folder))

@@ -13,12 +13,11 @@ from streaming import LocalDataset
 from transformers import AutoModelForImageTextToText, AutoProcessor, BlipForConditionalGeneration, BlipProcessor
 
 from data_prep.auditing.dataset import audit_dataset
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.encoding.dataset import encode
 from data_prep.engines.local import LocalEngine
 from data_prep.mds.job import Share
-from data_prep.mds.writing import PartEnd
+from data_prep.mds.parts import PartEnd
 from data_prep.recaptioning.captioner import Captioner, Generation, KeyedSampling, Preparation
 from data_prep.recaptioning.dataset import NOT_PREPARED, Choice, ImagesOfShards, Recaptioning, recaption
 from diffusion.common.storage import open_folder
@@ -424,8 +423,8 @@ def test_the_command(images, model, tmp_path):
         (['--model', '.', '--top-p', '0.5'], 'add --temperature'),
         (['--model', '.', '--min-tokens', '80'], '--min-tokens 80 is above --max-tokens 75'),
         (['--model', '.', '--share', '1'], '1 is not below 1; --replace'),
-        (['--model', '.', '--share', '0.5', '--replace'], 'not allowed with'),
-        (['--model', '.', '--seed', '-1'], 'is not a whole number of at most'),
+        (['--model', '.', '--share', '0.5', '--replace'], '--share and --replace: give one'),
+        (['--model', '.', '--seed', '-1'], '--seed -1: is below 0'),
         (['--model', '.', '--network', 'tiny'], 'say more about --encoders'),
         (['--model', '.', '--encoders', 'a/b'], "--encoders-revision 'None' does not pin a/b"),
         (['--model', '.', '--refuse', ' '], 'is empty; leave the option out'),

@@ -33,4 +33,4 @@ def test_nonsense_is_refused(tmp_path):
     run_python('-m', 'data_prep.shapes', tmp_path / 'a', '--count', '5')
     assert 'was begun with count=5, now it is 6' in run_python('-m', 'data_prep.shapes', tmp_path / 'a', '--count', '6', code=2).stderr
     assert 'holds something else already' in run_python('-m', 'data_prep.shapes', tmp_path, '--count', '6', code=2).stderr
-    assert 'not a whole number of at least 1' in run_python('-m', 'data_prep.shapes', tmp_path, '--count', '0', code=2).stderr
+    assert '--count 0: is not above 0' in run_python('-m', 'data_prep.shapes', tmp_path, '--count', '0', code=2).stderr

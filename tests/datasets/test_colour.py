@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import convert
 from diffusion.datasets.decode import MAX_PROFILE_BYTES, PROFILE_NOTE, canonical, open_image
 from diffusion.datasets.transforms import covered
 from tests.data_prep.sources.test_sources import put, samples

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from streaming import LocalDataset
 
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import convert
 from data_prep.encoding.dataset import encode
 from diffusion.checkpoints.reading import find_checkpoint
 from diffusion.contracts.errors import DataError

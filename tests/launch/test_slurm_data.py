@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import convert
 from tests.conftest import REPOSITORY
 from tests.launch.conftest import write_program
 from tests.launch.loopback_slurm import LoopbackSlurm, needs_slurm, wait_until

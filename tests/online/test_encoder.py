@@ -51,8 +51,8 @@ def test_moments_are_those_of_the_trainer(settings, encoders):
     expected = encoders.encode_images(images)
     read_only = images.numpy().copy()
     read_only.setflags(write=False)  # as Ray's are
-    assert torch.equal(torch.from_numpy(ImageEncoder(settings).encode(read_only, True).moments), expected)
-    half = ImageEncoder(dataclasses.replace(settings, dtype='float16')).encode(read_only, False).moments
+    assert torch.equal(torch.from_numpy(ImageEncoder(settings).encode(read_only, True)), expected)
+    half = ImageEncoder(dataclasses.replace(settings, dtype='float16')).encode(read_only, False)
     assert half.dtype == np.float16
     assert torch.equal(torch.from_numpy(half), expected.half())
 
@@ -62,11 +62,11 @@ def test_stored_images_become_those_of_the_loader(settings, encoders):
     pixels = torch.stack([covered(content, 32, 48)[0] for content in contents])
     pixels[1] = pixels[1].flip(-1)
     given = ImageEncoder(settings).encode(StoredImages(contents, [False, True, False], 32, 48), True)
-    assert torch.equal(torch.from_numpy(given.moments), encoders.encode_images(pixels))
+    assert torch.equal(torch.from_numpy(given), encoders.encode_images(pixels))
 
 
 def test_an_image_that_cannot_be_decoded_is_named(settings):
-    error = ImageEncoder(settings).encode(StoredImages([drawn(40, 40), drawn(40, 40)[:300]], [False, False], 32, 32), True).error
+    error = ImageEncoder(settings).encode(StoredImages([drawn(40, 40), drawn(40, 40)[:300]], [False, False], 32, 32), True)
     assert isinstance(error, BadImage)
     assert (error.position, error.cause) == (1, 'ImageError: not a readable JPEG, PNG or WebP')
 
@@ -81,7 +81,7 @@ def test_the_crop_is_known_without_decoding(size, kind):
 
 def test_what_differs_from_the_trainer_does_not_serve(settings, tmp_path):
     other_code = ImageEncoder(dataclasses.replace(settings, identity={**settings.identity, 'torch': '1.0'}))
-    for answer in (other_code.ready(), other_code.encode(np.zeros((1, 3, 32, 32), np.uint8), True).error):
+    for answer in (other_code.ready(), other_code.encode(np.zeros((1, 3, 32, 32), np.uint8), True)):
         assert isinstance(answer, ClusterRefusal)
         assert f'torch {torch.__version__.partition("+")[0]}' in str(answer)
         assert '(the trainer has 1.0); install the same version' in str(answer)
@@ -97,7 +97,7 @@ def test_what_differs_from_the_trainer_does_not_serve(settings, tmp_path):
 def test_no_room_on_the_gpu_is_said_with_sizes(settings, monkeypatch):
     encoder = ImageEncoder(settings)
     monkeypatch.setattr(encoder.vae, 'encode', lambda _: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError('CUDA out of memory')))
-    error = encoder.encode(np.zeros((2, 3, 32, 48), np.uint8), True).error
+    error = encoder.encode(np.zeros((2, 3, 32, 48), np.uint8), True)
     assert isinstance(error, ClusterRefusal)
     assert 'no room for a micro-batch of 2 images of 48 x 32 px; lower batch.micro_size' in str(error)
 

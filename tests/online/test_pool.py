@@ -10,10 +10,9 @@ from ray import exceptions
 from diffusion.common import ray_cluster
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
 from diffusion.contracts.errors import STALLED, DataError, DataUnavailable, EncoderError, train_code
-from diffusion.online import ahead, pool
-from diffusion.online.ahead import EncodedAhead
-from diffusion.online.encoder import Answer, BadImage
-from diffusion.online.pool import Pool
+from diffusion.online import pool
+from diffusion.online.encoder import BadImage
+from diffusion.online.pool import EncodedAhead, Pool
 from diffusion.online.start import refuse_lack
 from diffusion.recipe.schema import RayEncoders
 
@@ -77,7 +76,7 @@ class FakeActor:
             self.free_at = begin + 10
             return Call(exceptions.ActorUnavailableError('gone', None), begin + 0.1)
         self.free_at = begin + self.takes_sec
-        return Call(Answer(images.astype(np.float32) * 2), self.free_at)
+        return Call(images.astype(np.float32) * 2, self.free_at)
 
 
 @pytest.fixture
@@ -87,8 +86,7 @@ def ray(monkeypatch):
     def sleep(seconds):
         ray.now += seconds
 
-    for module in (pool, ahead):
-        monkeypatch.setattr(module, 'time', SimpleNamespace(monotonic=lambda: ray.now, sleep=sleep))
+    monkeypatch.setattr(pool, 'time', SimpleNamespace(monotonic=lambda: ray.now, sleep=sleep))
     return ray
 
 
@@ -237,7 +235,7 @@ def test_an_encoder_that_differs_at_the_start_ends_the_run(ray):
 
 def test_a_sample_that_cannot_be_decoded_is_named_by_its_id(ray):
     made = pool_of(ray, 1)
-    made.members[0].actor._encode = lambda images, training: Call(Answer(error=BadImage(1, 'ImageError: torn')), ray.now)
+    made.members[0].actor._encode = lambda images, training: Call(BadImage(1, 'ImageError: torn'), ray.now)
     made.members[0].actor.encode = SimpleNamespace(remote=made.members[0].actor._encode)
 
     def refuse(sample_id, cause):

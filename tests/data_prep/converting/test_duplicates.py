@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep.converting import digests, duplicates
+from data_prep.converting import duplicates
 from data_prep.converting.buckets import MinSideBuckets
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.converting.filters import Filters, condition
 from data_prep.engines.local import LocalEngine
 from data_prep.mds.job import Share
@@ -85,7 +84,7 @@ def test_the_same_from_any_number_of_processes_and_hosts(tmp_path):
 @pytest.mark.parametrize(
     'stop_at',
     [
-        'data_prep.converting.dataset.find_duplicates',
+        'data_prep.converting.conversion.find_duplicates',
         'data_prep.converting.conversion.Conversion.here',
         'data_prep.converting.duplicates.DigestWriter.__call__',
     ],
@@ -115,7 +114,7 @@ def test_stopped_and_run_again(stop_at, tmp_path, monkeypatch):
 
 def test_an_input_that_changes_after_the_digests_is_noticed(tmp_path, monkeypatch):
     source = write(tmp_path / 's', random_rows(seed=2), per_shard=20)
-    monkeypatch.setattr('data_prep.converting.dataset.find_duplicates', None)
+    monkeypatch.setattr('data_prep.converting.conversion.find_duplicates', None)
     with pytest.raises(TypeError):
         convert(source, tmp_path / 'out', EXACT)
     monkeypatch.undo()
@@ -127,7 +126,7 @@ def test_an_input_that_changes_after_the_digests_is_noticed(tmp_path, monkeypatc
 def test_an_input_that_changes_while_digests_are_written_is_noticed(tmp_path, monkeypatch):
     source = put_images(tmp_path / 's', [('0.jpg', '', POOL[0])])
     put(source, '0.txt', 'caption')
-    monkeypatch.setitem(duplicates.KINDS, 'exact', (lambda _: put(source, '0.jpg', POOL[1]) and bytes(16), REASON))
+    monkeypatch.setitem(duplicates.DIGEST_OF, 'exact', lambda _: put(source, '0.jpg', POOL[1]) and bytes(16))
     with pytest.raises(DataError, match='was written with input bytes='):
         convert(source, tmp_path / 'out', EXACT)
 
@@ -190,7 +189,7 @@ def encoded(image, kind='JPEG', **options):
 
 
 def near_digest(content):
-    return digests.perceptual_digest(Row('', '', [], content))
+    return duplicates.perceptual_digest(Row('', '', [], content))
 
 
 def test_near_duplicates_are_found_and_different_images_are_not():
@@ -216,8 +215,8 @@ def test_a_small_copy_that_is_left_out_does_not_take_the_large_one_with_it(strea
 
 
 def test_digests_are_what_they_are_said_to_be():
-    assert digests.sha256_digest(Row('', '', [], b'abc')) == hashlib.sha256(b'abc').digest()[:16]
-    assert digests.sha256_digest(Row('', '', [], b'', sha256=hashlib.sha256(b'abc').hexdigest())) == hashlib.sha256(b'abc').digest()[:16]
+    assert duplicates.sha256_digest(Row('', '', [], b'abc')) == hashlib.sha256(b'abc').digest()[:16]
+    assert duplicates.sha256_digest(Row('', '', [], b'', sha256=hashlib.sha256(b'abc').hexdigest())) == hashlib.sha256(b'abc').digest()[:16]
     assert near_digest(b'not an image') == hashlib.sha256(b'not an image').digest()[:16]
     imagehash = pytest.importorskip('imagehash')
     content = encoded(scene(0, (64, 64)), 'PNG')

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from data_prep.converting import dataset as converting
+from data_prep.converting import conversion as converting
 from data_prep.converting.conversion import Conversion, Piece
 from data_prep.encoding import dataset as encoding
 from data_prep.encoding.dataset import EncodeWork
-from data_prep.engines.engine import Resources
-from data_prep.mds.tally import Tally
+from data_prep.mds.job import Tally
 
 PART_SEC = float(os.environ.get('SLOW_PART_SEC', '0.5'))
 
@@ -24,8 +23,8 @@ class SlowConversion(Conversion):
 
 
 class SlowEncoding(EncodeWork):
-    def start_fed(self, resources: Resources) -> Callable[[Iterator[Any]], Tally]:
-        encode = super().start_fed(resources)
+    def start_fed(self, cpus: int, gpus: float) -> Callable[[Iterator[Any]], Tally]:
+        encode = super().start_fed(cpus, gpus)
 
         def slowly(messages: Iterator[Any]) -> Tally:
             time.sleep(PART_SEC)

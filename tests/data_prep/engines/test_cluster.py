@@ -9,13 +9,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.encoding.dataset import encode
-from data_prep.engines import nodes
-from data_prep.engines.cluster import ClusterEngine
-from data_prep.engines.nodes import NodeCheck, check_for
-from data_prep.engines.options import ClusterOptions
+from data_prep.engines import cluster as driver
+from data_prep.engines.cluster import ClusterEngine, check_for
 from data_prep.recaptioning.dataset import recaption
 from diffusion.common import ray_cluster
 from diffusion.common.environment import code_identity
@@ -52,7 +49,7 @@ def cluster():
 
 
 def engine(**options):
-    return ClusterEngine(ClusterOptions(**options))
+    return ClusterEngine(**options)
 
 
 def tree(folder):
@@ -139,7 +136,7 @@ def test_other_encoders_on_another_machine_are_refused(images, encoders_folder, 
 def test_a_worker_that_dies_after_its_commit_is_replaced(tmp_path, monkeypatch, capsys):
     source = write_webdataset(tmp_path / 'source', per_shard=2)
     convert(source, tmp_path / 'local')
-    monkeypatch.setattr('data_prep.converting.dataset.Conversion', DiesAfterCommit)
+    monkeypatch.setattr('data_prep.converting.conversion.Conversion', DiesAfterCommit)
     convert(source, tmp_path / 'ray', engine=engine(actors=1))
     assert (tmp_path / 'has-died').exists()
     assert tree(tmp_path / 'ray') == tree(tmp_path / 'local')
@@ -154,7 +151,7 @@ def test_a_worker_that_dies_after_its_commit_is_replaced(tmp_path, monkeypatch, 
 def test_a_part_that_kills_its_worker_is_set_aside(dies_reading, options, attempts, tmp_path, monkeypatch):
     """All others are done, also those that its worker did at the same time, and it is not tried for ever."""
     if attempts < 4:
-        monkeypatch.setattr('data_prep.engines.crew.MAX_DEATHS', attempts)  # each starts a process
+        monkeypatch.setattr('data_prep.engines.cluster.MAX_ATTEMPTS', attempts)  # each starts a process
     work, items = write_squares(tmp_path / 'source', [1, 2, 3, 13, 20, 21])
     work = Squares(work.source, work.dest, dies_reading)
     said = rf'part part-poison, read from {tmp_path}/source/poison, was set aside after {attempts} attempts'
@@ -169,7 +166,7 @@ def test_a_part_that_kills_its_worker_is_set_aside(dies_reading, options, attemp
 
 
 def test_a_part_that_never_ends_is_set_aside(tmp_path, monkeypatch):
-    monkeypatch.setattr('data_prep.engines.crew.MAX_DEATHS', 2)
+    monkeypatch.setattr('data_prep.engines.cluster.MAX_ATTEMPTS', 2)
     work, items = write_squares(tmp_path / 'source', [1, 14])
     with pytest.raises(IncompleteError, match=r'slow.*it took more than 0\.02 minutes \(--ray-part-min\)'):
         list(engine(actors=1, part_min=0.02).map(work, items))
@@ -177,7 +174,7 @@ def test_a_part_that_never_ends_is_set_aside(tmp_path, monkeypatch):
 
 
 def test_workers_that_die_before_they_begin_end_the_job(tmp_path, monkeypatch):
-    monkeypatch.setattr('data_prep.engines.crew.MAX_FALSE_STARTS', 2)
+    monkeypatch.setattr('data_prep.engines.cluster.MAX_FALSE_STARTS', 2)
     work, items = write_squares(tmp_path / 'source', [1])
     with pytest.raises(ClusterError, match='2 workers with CPU 1 died before they could begin; the last one: '):
         list(engine(actors=1).map(DiesAtStart(work.source, work.dest), items))
@@ -217,8 +214,8 @@ def test_a_refusal_leaves_dest_new(crawl, tmp_path):
 
 def test_machines_that_never_come_end_the_wait(tmp_path, monkeypatch, capsys):
     work, items = write_squares(tmp_path / 'source', [1])
-    monkeypatch.setattr('data_prep.engines.crew.SAY_SEC', 0.2)
-    monkeypatch.setattr('data_prep.engines.crew.START_MIN', 0.03)
+    monkeypatch.setattr('data_prep.engines.cluster.SAY_SEC', 0.2)
+    monkeypatch.setattr('data_prep.engines.cluster.START_MIN', 0.03)
     waits = r'waiting for 1 worker with CPU 1, A10G 1 each; the cluster has CPU [0-4] free of 4, A10G 0 free of 0'
     with pytest.raises(ClusterError, match=f'{waits}; none has begun in'):
         list(engine(actors=1, resource='A10G', wait_min=0.03).map(work, items))
@@ -227,12 +224,14 @@ def test_machines_that_never_come_end_the_wait(tmp_path, monkeypatch, capsys):
 
 def test_a_machine_with_other_versions_is_refused(tmp_path, monkeypatch):
     work, items = write_squares(tmp_path / 'source', [1])
-    monkeypatch.setattr(nodes, 'code_identity', lambda: {**code_identity(), 'torch': '9.9'})
+    monkeypatch.setattr(driver, 'code_identity', lambda: {**code_identity(), 'torch': '9.9'})
     with pytest.raises(ClusterRefusal, match=r'machine [0-9.]+ of the Ray cluster: torch is .*, the driver has 9\.9: install the same versions'):
         list(engine().map(work, items))
 
 
 def test_folders_that_a_machine_does_not_share_are_refused(tmp_path, monkeypatch):
+    from data_prep.engines.worker import NodeCheck
+
     work, items = write_squares(tmp_path / 'source', [1])
     with check_for(work, items[0]) as check:
         assert check.enter() is None
@@ -253,13 +252,16 @@ def test_options_that_could_do_nothing_are_refused(tmp_path, monkeypatch):
         (['--engine', 'ray', '--processes', 2], '--processes is for --engine local'),
         (['--engine', 'ray', '--merge'], '--merge writes no part'),
         (['--engine', 'ray', '--ray-wait-min', 5], '--ray-wait-min needs --ray-actors'),
-        (['--engine', 'ray', '--ray-decoders', 5], 'unrecognized arguments: --ray-decoders'),
-        (['--engine', 'ray', '--ray-address', 'head'], "argument --ray-address: 'head' is no address of a cluster; write host:port of its head"),
+        (['--engine', 'ray', '--ray-decoders', 5], '--ray-decoders: unknown option'),
+        (['--engine', 'ray', '--ray-address', 'head'], "--ray-address head: 'head' is no address of a cluster; write host:port of its head"),
     ):
         assert said in run_here(*command, *options, code=2).stderr
     encode = ['data_prep.encode', *command[1:], '--resolution', 32, '--encoders', tmp_path, '--engine', 'ray', '--ray-gpus']
     for gpus in '-1', '1.5', 'one', 'nan':
-        assert f"'{gpus}' is neither 0 (none), nor a share of one GPU such as 0.5, nor a whole number" in run_here(*encode, gpus, code=2).stderr
+        assert (
+            f'--ray-gpus {gpus}: is neither 0 (none), nor a share of one GPU such as 0.5, nor a whole number'
+            in run_here(*encode, gpus, code=2).stderr
+        )
     monkeypatch.setenv('RANK', '1')  # as a launcher does
     monkeypatch.setenv('WORLD_SIZE', '2')
     assert 'no launcher such as composer' in run_here(*command, '--engine', 'ray', code=2).stderr

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.converting.conversion import Conversion, Piece
-from data_prep.engines.engine import Resources, StreamedWork
-from data_prep.mds.tally import Tally
+from data_prep.engines.engine import StreamedWork
+from data_prep.mds.job import Tally
 from diffusion.common.storage import Folder, open_folder
 
 POISON = 'poison'
@@ -51,7 +51,7 @@ class Squares(StreamedWork[str, int, int]):
             self._meet(item)
         yield int((Path(self.source) / item).read_text())
 
-    def start_fed(self, resources: Resources) -> Callable[[Iterator[int]], int]:
+    def start_fed(self, cpus: int, gpus: float) -> Callable[[Iterator[int]], int]:
         def make(messages: Iterator[int]) -> int:
             one, number = messages
             if not self.dies_reading:
@@ -75,7 +75,7 @@ class Squares(StreamedWork[str, int, int]):
 class DiesAtStart(Squares):
     """Ends its process before it could do anything."""
 
-    def start_fed(self, resources: Resources) -> Callable[[Iterator[int]], int]:
+    def start_fed(self, cpus: int, gpus: float) -> Callable[[Iterator[int]], int]:
         os._exit(1)
 
 

@@ -5,8 +5,7 @@ import os
 
 import pytest
 
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.converting.filters import Filters, condition
 from diffusion.contracts.errors import DataError
 from tests.data_prep.sources.test_sources import ROWS, put, put_images, samples

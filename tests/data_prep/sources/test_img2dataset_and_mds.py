@@ -11,8 +11,7 @@ import pytest
 from PIL import Image
 
 from data_prep.converting.buckets import OneStream
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.converting.filters import Filters, condition
 from data_prep.sources.parquet import parquet_rows
 from diffusion.contracts.errors import DataError

@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 from streaming import MDSWriter
 
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.converting.filters import Filters, condition
 from diffusion.contracts.errors import DataError
 from tests.conftest import run_here

@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from streaming import LocalDataset
 
-from data_prep.converting.conversion import Options
-from data_prep.converting.dataset import convert
+from data_prep.converting.conversion import Options, convert
 from data_prep.converting.filters import Filters, condition
 from data_prep.sources.formats import find_source
 from diffusion.contracts.errors import DataError
