@@ -22,7 +22,7 @@ from benchmarks.timing import Timing, device, forget_peak_memory, free_memory, i
 from diffusion.contracts.batch import Batch
 from diffusion.cost.hardware import device_name, mfu, peak_flops
 from diffusion.families.adapters import add_adapters, store_frozen_in_bf16, trained_weights
-from diffusion.families.lean import keep_channels_last
+from diffusion.families.unet import keep_channels_last
 from diffusion.recipe import Recipe, load_recipe
 from diffusion.recipe.averaging import Profile
 from diffusion.recipe.schema import Adapter

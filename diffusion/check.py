@@ -54,6 +54,7 @@ from diffusion.recipe.merging import origins
 from diffusion.recipe.reading import COMMAND_LINE, file_layers, override_layers
 from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH, length_in_batches, starts_before_the_end, without_gpu
 from diffusion.recipe.schema import Stream, present
+from diffusion.recipe.techniques import optimizer_of
 
 COMMENT_COLUMN = 60
 GPUS_PER_NODE = 8
@@ -148,9 +149,8 @@ def look_at_network(recipe: Recipe, num_gpus: int) -> tuple[list[str], list[str]
     except EncoderError as error:
         return [f'model.encoders.source: {error}'], [], []
     about, warnings = encoders_of(recipe, num_gpus)
-    if counts.with_muon:
-        share = counts.with_muon / counts.trained_parameters
-        about.append(f'optimizer: Muon trains {share:.1%} of {counts.trained_parameters:,} parameters, with one state each; AdamW the rest, with two')
+    if of_optimizer := optimizer_of(recipe).summary(counts.trained_parameters, counts.num_in_matrices):
+        about.append(f'optimizer: {of_optimizer}')
     return [], about, [*warnings, *of_text]
 
 

@@ -26,7 +26,7 @@ from diffusion.common.arguments import CommandParser
 from diffusion.common.files import write_text
 from diffusion.common.processes import quick_imports
 from diffusion.contracts.errors import InputError
-from diffusion.recipe.rules import neither_folder_nor_hub_id
+from diffusion.recipe.hub import neither_folder_nor_hub_id
 from diffusion.recipe.schema import EncoderSource
 
 COLUMNS = {'image_id', 'id', 'caption'}  # of the reference's list of validation prompts

@@ -21,12 +21,12 @@ from diffusion.contracts.batch import Batch
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.loader import ImagesAlone, eval_loader, train_loader
 from diffusion.evaluation.features.lpips import find_perceptual
-from diffusion.families.attention import kernels_for
+from diffusion.families.registry import kernels_for
 from diffusion.monitoring.sample_grid import ImageGrid
 from diffusion.monitoring.sample_scores import EvaluationDataset
 from diffusion.recipe import AutoencoderRecipe
 from diffusion.recipe.autoencoder import ReconstructionSamples
-from diffusion.training.builder import Loaders, assemble, begin
+from diffusion.training.builder import assemble, begin
 from diffusion.training.ema import averaged_weights
 from diffusion.training.micro_batch import micro_size
 from diffusion.training.trainer import Trainer
@@ -132,7 +132,7 @@ def build_trainer(recipe: AutoencoderRecipe) -> Trainer:
     groups = [{'params': list(model.network.parameters()), 'lr': lr, 'weight_decay': decay}]
     if model.discriminator is not None:  # its weights must not decay while it waits for its start
         groups.append({'params': list(model.discriminator.parameters()), 'lr': lr, 'weight_decay': 0.0})
-    return assemble(recipe, start, model, groups, Loaders(loader, validation, micro_batch), algorithms=[], callbacks=callbacks, digests=digests)
+    return assemble(recipe, start, model, groups, loader, validation, micro_batch, [], callbacks, digests)
 
 
 def build_model(recipe: AutoencoderRecipe, device: torch.device, resumes: bool = False) -> AutoencoderTraining:

@@ -1,20 +1,25 @@
 """Completeness: a run resumes from all of a checkpoint, or not at all.
 
 Composer 0.32 loads what it finds: a missing optimizer, schedule or random state is a warning at most, a missing weight nothing. An algorithm
-that the file names and the run lacks would even be made by `eval` of what the file says.
+that the file names and the run lacks would even be made by `eval` of what the file says. Composer also unpickles all of it: `safe_loading` keeps it
+from that.
 """
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from composer.core import State
 from composer.loggers import LoggerDestination
+from composer.utils import checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from diffusion.checkpoints.reading import load_safely
 from diffusion.contracts.errors import CheckpointError
 
 NUM_NAMED = 3  # differences in a message
@@ -26,7 +31,7 @@ class SavesTensors(Protocol):
     """An algorithm whose state in a checkpoint holds tensors, which are compared too."""
 
     def saved_tensors(self, model: nn.Module, batch: int) -> dict[str, Any]:
-        """By name, what it saves after `batch` batches: tensors, or dictionaries of them, of the right shapes and dtypes."""
+        """Contents of its state after `batch` batches, by name: tensors, or dictionaries of them, of the right shapes and dtypes."""
 
 
 def refuse_incomplete(content: Any, state: State, source: str) -> None:
@@ -160,3 +165,19 @@ def _join(path: str, key: object) -> str:
 
 def _kind(value: object) -> str:
     return f'a {type(value).__name__}'
+
+
+@contextmanager
+def safe_loading(load: Callable[[Path, str], Any] = load_safely) -> Iterator[None]:
+    """Make Composer load checkpoints as the rest of the project does: 0.32 loads every one, ours on resuming too, with full pickle. It looks its
+    loader up in its module at each call, so it can be replaced.
+
+    Args:
+        load: the content of a file (its path, and the device that tensors go to). Composer gives it a temporary link to the checkpoint.
+    """
+    stock = checkpoint._torch_load_with_validation
+    checkpoint._torch_load_with_validation = lambda checkpoint_filepath, map_location: load(Path(checkpoint_filepath), map_location)
+    try:
+        yield
+    finally:
+        checkpoint._torch_load_with_validation = stock

@@ -1,15 +1,23 @@
-"""A checkpoint as a folder in the diffusers layout, or an adapter as files for it."""
+"""A checkpoint as a folder in the diffusers layout, or an adapter as files that others read.
+
+These are diffusers' and kohya's (AUTOMATIC1111, ComfyUI, InvokeAI).
+"""
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+from diffusers.training_utils import _collate_lora_metadata
+from diffusers.utils import convert_state_dict_to_diffusers, convert_state_dict_to_kohya
+from safetensors.torch import save_file
 from torch import nn
 
 from diffusion.checkpoints.initial import base_of, load_base
-from diffusion.checkpoints.lora_files import write_lora
-from diffusion.checkpoints.model_card import manifest_next_to, model_card
+from diffusion.checkpoints.manifest import read_manifest
+from diffusion.checkpoints.model_card import model_card
 from diffusion.checkpoints.post_hoc import reconstruct
 from diffusion.checkpoints.reading import (
     batches_trained,
@@ -25,13 +33,14 @@ from diffusion.common.files import replacing_folder
 from diffusion.contracts.errors import CheckpointError
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.pretrained import save_tokenizer
-from diffusion.families.adapters import adapted_parts, add_adapters, load_adapters, merge_adapter
-from diffusion.families.pipeline import LORA, ZEROS, DrawingSettings
+from diffusion.families.adapters import adapted_parts, add_adapters, load_adapters, merge_adapter, peft_weights
+from diffusion.families.family import Family
+from diffusion.families.pipeline import KOHYA, LORA, ZEROS, DrawingSettings
 from diffusion.families.registry import build_network, family_for
-from diffusion.objectives.registry import build_objective
+from diffusion.objectives import build_objective
 from diffusion.recipe import Recipe, recipe_from_yaml
 from diffusion.recipe.averaging import coverage
-from diffusion.recipe.rules import hub_source
+from diffusion.recipe.hub import hub_source
 
 
 def export(
@@ -91,7 +100,7 @@ def export(
         load_strictly(network, chosen[family.component], str(file))
         encoders, parts = FrozenEncoders.load(recipe.model.encoders, family.find_text), {}
         facts['encoders'] = encoders.digests
-        manifest = manifest_next_to(file)
+        manifest = read_manifest(file)
         if manifest is not None:
             refuse_other_encoders(manifest, encoders.digests)
     else:
@@ -121,7 +130,7 @@ def _base(network: nn.Module, recipe: Recipe, file: Path) -> tuple[FrozenEncoder
     Raises:
         CheckpointError: it is not the one, or nothing says which one it was.
     """
-    manifest = manifest_next_to(file)
+    manifest = read_manifest(file)
     if manifest is None:
         raise CheckpointError(
             f'{file}: {file.with_suffix(".json").name} is not next to it, which says what network its adapter belongs to; copy both'
@@ -136,3 +145,35 @@ def _base(network: nn.Module, recipe: Recipe, file: Path) -> tuple[FrozenEncoder
     scheduler = json.loads((settings.scheduler or build_objective(recipe.model).scheduler()).to_json_string())
     facts = {'network': recipe.model.network, 'source': source, 'revision': revision, 'sha256': digests, 'scheduler': scheduler}
     return encoders, {**facts, ZEROS: settings.zeros_for_empty}, settings
+
+
+def write_lora(folder: Path, family: Family, parts: Mapping[str, Any], alpha: float) -> None:
+    """Write both files. Equal adapters make equal files, to the byte.
+
+    Args:
+        parts: the adapted networks by the names of their folders in the diffusers layout.
+    """
+    weights = {name: peft_weights(module) for name, module in parts.items()}
+    metadata = _collate_lora_metadata(dict(parts))  # without it readers take alpha = rank
+    for part in metadata.values():
+        part['target_modules'] = sorted(part['target_modules'])  # a set, whose order changes from process to process
+    layers = {f'{name}_lora_layers': convert_state_dict_to_diffusers(own) for name, own in weights.items()}
+    family.pipeline_class.save_lora_weights(folder, weight_name=LORA.name, **layers, **metadata)  # type: ignore[attr-defined]
+    _order_metadata(folder / LORA.name)
+    # From peft's names of all parts: of the file above diffusers' conversion leaves the U-Net behind.
+    kohya = convert_state_dict_to_kohya({f'{part}.{name}': tensor for part, own in weights.items() for name, tensor in own.items()})
+    if 'text_encoder_2' not in family.pipeline_parts:
+        kohya = {name.replace('lora_te1_', 'lora_te_'): tensor for name, tensor in kohya.items()}  # only of two encoders has the first a number
+    alphas = {name: torch.tensor(alpha) for name in kohya if name.endswith('.alpha')}  # the conversion writes the rank
+    save_file({name: tensor.contiguous() for name, tensor in {**kohya, **alphas}.items()}, folder / KOHYA, metadata={'format': 'pt'})
+
+
+def _order_metadata(path: Path) -> None:
+    """Sort the metadata of a safetensors file, which are written in another order each time. It holds the header's length, the header, tensors."""
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], 'little')
+    header = json.loads(content[8:end])
+    header['__metadata__'] = dict(sorted(header['__metadata__'].items()))
+    text = json.dumps(header, separators=(',', ':')).encode()
+    text += b' ' * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, 'little') + text + content[end:])

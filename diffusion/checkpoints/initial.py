@@ -24,10 +24,10 @@ from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.encoders.pretrained import hub_problem
 from diffusion.families.pipeline import SCHEDULER, DrawingSettings
 from diffusion.families.registry import family_of
+from diffusion.objectives import build_objective
 from diffusion.objectives.objective import Objective
-from diffusion.objectives.registry import build_objective
 from diffusion.recipe import Recipe
-from diffusion.recipe.rules import hub_source
+from diffusion.recipe.hub import hub_source
 from diffusion.recipe.schema import Model
 
 WEIGHTS = 'diffusion_pytorch_model.safetensors'
@@ -37,7 +37,7 @@ INDIFFERENT = ('sample_size', 'dropout', 'upcast_attention', 'scaling_factor', '
 
 
 def base_of(recipe: Recipe) -> str:
-    """What an adapter's frozen network is read from, as `load_path` would name it."""
+    """Source of an adapter's frozen network, as `load_path` would name it."""
     encoders = recipe.model.encoders
     return recipe.load_path or (encoders.source if encoders.revision is None else f'{encoders.source}@{encoders.revision}')
 

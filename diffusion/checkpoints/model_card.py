@@ -1,6 +1,5 @@
 """The README.md of an exported model, with the front matter that the Hugging Face Hub reads, and its upload."""
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -11,8 +10,7 @@ from huggingface_hub.utils import validate_repo_id
 from typing_extensions import TypedDict
 
 from diffusion.checkpoints.initial import base_of
-from diffusion.checkpoints.lora_files import KOHYA
-from diffusion.checkpoints.manifest import CheckpointManifest
+from diffusion.checkpoints.manifest import read_manifest
 from diffusion.common.files import read_json
 from diffusion.common.storage import StorageError
 from diffusion.common.text import counted, first_line, markdown_table
@@ -22,12 +20,13 @@ from diffusion.datasets.sources import located
 from diffusion.encoders.pretrained import hub_problem
 from diffusion.families.counting.counts import Counter
 from diffusion.families.family import Family
-from diffusion.families.pipeline import LORA
+from diffusion.families.pipeline import KOHYA, LORA
 from diffusion.families.registry import family_of
-from diffusion.objectives.registry import build_objective
+from diffusion.objectives import build_objective
 from diffusion.recipe import Recipe
-from diffusion.recipe.rules import hub_source
+from diffusion.recipe.hub import hub_source
 from diffusion.recipe.schema import Stream
+from diffusion.recipe.techniques import techniques
 
 UNKNOWN = 'not recorded'
 FROM_NOTHING = 'The network was trained from random weights.'
@@ -36,7 +35,7 @@ FROM_NOTHING = 'The network was trained from random weights.'
 def model_card(
     recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts: Mapping[str, Any], license: str | None = None, merged: bool = False
 ) -> str:
-    """What was trained, on which data, with how much arithmetic and money, and how to use it.
+    """README.md of an exported model: what was trained, on which data, with how much arithmetic and money, and how to use it.
 
     Args:
         checkpoint: the file that was exported; its manifest and run folder are looked at if they are there.
@@ -112,7 +111,7 @@ def _use(recipe: Recipe, family: Family, facts: Mapping[str, Any], merged: bool)
 
 
 def _licence_of(hub: tuple[str, str] | None) -> str:
-    """What the model's card on the Hub says of its licence, if it can be had."""
+    """Licence that the model's card on the Hub states, if it can be had."""
     if hub is None:
         return ''
     hub_problem()
@@ -123,24 +122,13 @@ def _licence_of(hub: tuple[str, str] | None) -> str:
     return f' ({licence})' if licence else ' (not recorded here: the Hub did not answer)'
 
 
-def methods_of(recipe: Recipe) -> list[str]:
-    """The keys of docs/methods.md that are on in it."""
-    found = ['optimizer.muon'] if recipe.optimizer.muon is not None else []
-    if recipe.model.diffusion is not None and recipe.model.diffusion.min_snr_gamma is not None:
-        found.append('model.diffusion.min_snr_gamma')
-    return found + [f'methods.{field.name}' for field in dataclasses.fields(recipe.methods) if getattr(recipe.methods, field.name) is not None]
-
-
 def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     model, counts, samples = recipe.model, Counter.from_file().counts(recipe, activations=False), int(facts['samples_seen'])
-    manifest, environment = manifest_next_to(checkpoint), _environment(recipe, checkpoint)
+    manifest, environment = read_manifest(checkpoint), _environment(recipe, checkpoint)
     yield 'network', f'{model.network}, {counts.num_parameters:,} parameters'
-    post_hoc = facts['post_hoc']
-    width = (
-        ''
-        if post_hoc is None
-        else f' of sigma_rel {post_hoc["sigma_rel"]:g}, post hoc from {counted(len(post_hoc["from_checkpoints"]), "checkpoint")}'
-    )
+    post_hoc, width = facts['post_hoc'], ''
+    if post_hoc is not None:
+        width = f' of sigma_rel {post_hoc["sigma_rel"]:g}, post hoc from {counted(len(post_hoc["from_checkpoints"]), "checkpoint")}'
     yield 'weights', f'{"EMA" if facts["weights"] == "ema" else "as trained (no EMA)"}{width}, {facts["checkpoint"]}'
     if recipe.adapter is not None:
         yield 'adapter of', base_of(recipe)
@@ -148,7 +136,8 @@ def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts:
     else:
         yield 'started from', recipe.load_path or 'random weights'
     yield 'objective', build_objective(model).describe()
-    if methods := methods_of(recipe):
+    of_loss = model.diffusion is not None and model.diffusion.min_snr_gamma is not None
+    if methods := [*techniques(recipe), *(['model.diffusion.min_snr_gamma'] if of_loss else [])]:
         yield 'methods', ', '.join(methods)
     yield 'samples seen', f'{samples:,} = {facts["batches"]:,} batches of {recipe.batch.global_size:,}'
     yield 'learning rate', f'{recipe.optimizer.lr:g}, {recipe.optimizer.decay}, warm-up {recipe.optimizer.warmup}'
@@ -168,7 +157,7 @@ def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts:
 
 
 def _gpu_hours(state: Mapping[str, Any]) -> float | None:
-    """Of all processes of the run until this checkpoint."""
+    """GPU-hours of all processes of the run until this checkpoint."""
     try:
         return float(state['callbacks']['Throughput']['gpu_hours'])
     except (KeyError, TypeError, ValueError):
@@ -195,13 +184,6 @@ def _counts(stream: Stream) -> tuple[str, str]:
                 f': {dropped}' if dropped else ''
             )
     return UNKNOWN, f'{UNKNOWN}: its manifest could not be read when this was written'
-
-
-def manifest_next_to(checkpoint: Path) -> CheckpointManifest | None:
-    try:
-        return CheckpointManifest.parse(checkpoint.with_suffix('.json').read_bytes(), int(checkpoint.stem.removeprefix('ba')))
-    except (OSError, ValueError):
-        return None
 
 
 class _Price(TypedDict):

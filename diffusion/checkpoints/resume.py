@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from diffusion.checkpoints.manifest import CheckpointManifest, batches_of, file_of, find_damage, manifest_of
+from diffusion.checkpoints.manifest import SET_ASIDE, CheckpointManifest, batches_of, file_of, find_damage, manifest_of, prune
 from diffusion.checkpoints.owner import folder_errors
-from diffusion.checkpoints.retention import SET_ASIDE, prune
 from diffusion.checkpoints.uploading import log
 from diffusion.common.collective import on_first_rank, on_first_rank_of_node
 from diffusion.common.files import sync, write_text

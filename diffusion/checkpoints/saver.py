@@ -1,4 +1,7 @@
-"""Save checkpoints, in place of Composer's CheckpointSaver, which writes in place, hashes nothing and dies with a full disk."""
+"""Save checkpoints, in place of Composer's CheckpointSaver, which writes in place, hashes nothing and dies with a full disk.
+
+A file is hashed while it is written, and flushed to the disk before it takes its name.
+"""
 
 import datetime
 import errno
@@ -9,21 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 
-from diffusion.checkpoints.manifest import LATEST, CheckpointManifest, batches_of, file_of, manifest_of
+from diffusion.checkpoints.manifest import LATEST, CheckpointManifest, Content, batches_of, file_of, manifest_of, prune, read_manifest
 from diffusion.checkpoints.owner import Owner
-from diffusion.checkpoints.retention import prune
 from diffusion.checkpoints.uploading import Misses, Uploader, log
-from diffusion.checkpoints.writing import write_tensors
 from diffusion.common.collective import on_first_rank
 from diffusion.common.environment import PACKAGES, commit
-from diffusion.common.files import write_text
+from diffusion.common.files import replacing, write_text
 from diffusion.common.processes import failpoint
 from diffusion.common.stopwatch import phase, saved
 from diffusion.common.storage import LocalFolder, RemoteFolder, StorageError, StorageRefusal
@@ -31,6 +32,8 @@ from diffusion.common.text import counted
 from diffusion.contracts.errors import StorageOutage, Superseded
 from diffusion.faults import preemption
 from diffusion.recipe import Duration
+
+HALF_BYTES = 1 << 16  # position of the failpoint in the middle of a file
 
 SPARE = 1.2  # free space before a save, in sizes of the checkpoint before
 STAGED = 2  # uploaded checkpoints that stay on the local disk: a restart there downloads nothing
@@ -89,7 +92,8 @@ class CheckpointSaver(Callback):
         saved(self._saved)
         if dist.get_global_rank() != 0:
             return
-        folder, resumed = Path(self.local.url), _manifest_in(Path(self.local.url), self._saved)
+        folder = Path(self.local.url)
+        resumed = read_manifest(folder / file_of(self._saved))
         folder.mkdir(parents=True, exist_ok=True)
         if self.remote is not None:
             self.uploader = Uploader(folder, self.remote, self.misses, self._uploaded, self.confirm)
@@ -270,9 +274,55 @@ def _free_bytes(folder: LocalFolder) -> int:
     return shutil.disk_usage(folder.url).free
 
 
-def _manifest_in(folder: Path, batch: int) -> CheckpointManifest | None:
-    """Return the manifest of `batch` if it is there and whole."""
-    try:
-        return CheckpointManifest.parse((folder / manifest_of(batch)).read_bytes(), batch)
-    except (OSError, ValueError):
-        return None
+class HashedFile:
+    """A file that hashes and counts what is written.
+
+    Writing never raises: torch.save's own writer would report another error than the disk's, or end the process. `content` raises instead.
+    """
+
+    def __init__(self, file: BinaryIO):
+        self.file = file
+        self.sha = hashlib.sha256()
+        self.num_bytes = 0
+        self.error: Exception | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        size = memoryview(data).nbytes
+        if self.error is None:
+            try:
+                if self.num_bytes < HALF_BYTES <= self.num_bytes + size:
+                    failpoint('save.half')
+                self.file.write(data)
+                self.sha.update(data)
+            except Exception as error:  # raised by `content`
+                self.error = error
+        self.num_bytes += size
+        return size
+
+    def flush(self) -> None:
+        """Nothing: the file is flushed when it is closed."""
+
+    def content(self) -> Content:
+        """Return the digest and size of what was written, or raise the first error of writing."""
+        if self.error is not None:
+            raise self.error
+        return Content(self.sha.hexdigest(), self.num_bytes)
+
+
+def write_tensors(path: Path, value: dict[str, Any], confirm: Callable[[], None] = lambda: None) -> Content:
+    """torch.save, durably and hashed.
+
+    Args:
+        confirm: called when everything is written, just before the file takes the place of `path`; it may raise.
+
+    Raises:
+        OSError: the disk is full or broken; `path` is unchanged.
+    """
+    with replacing(path) as temporary:
+        with temporary.open('wb') as file:
+            hashed = HashedFile(file)
+            torch.save(value, hashed)  # type: ignore[arg-type]  # it asks for no more than write and flush
+            written = hashed.content()
+        failpoint('save.written')
+        confirm()
+    return written

@@ -26,6 +26,7 @@ from diffusion.recipe.merging import merge
 from diffusion.recipe.reading import file_layers, override_layers
 from diffusion.recipe.rules import PIXELS_PER_LATENT
 from diffusion.recipe.schema import EvalSamples, RayEncoders, present
+from diffusion.recipe.techniques import AdamWSettings, OptimizerSettings, optimizer_of
 
 # Of a sample in addition to its moments: key, caption and what MDS adds. LAION's captions have 60 to 100 letters; an assumption, 1 % at 256 px.
 TEXT_BYTES = 200
@@ -33,8 +34,7 @@ FEW_PHOTOS, PHOTO_SUFFIXES = 10, ('.jpg', '.jpeg', '.png', '.webp')
 MEMORY_SHARE = 0.94  # of a GPU; the rest is for fragments, NCCL and cuDNN's workspaces
 DRAWN_TOGETHER = 16  # images of `eval.samples` that a GPU draws at once; those of a chunk that is not full count as drawn
 PASSES, PASSES_OF_ADAPTERS = 3, 2  # of a step, in forward passes: frozen weights need no gradients of their own
-# A parameter in a checkpoint: fp32 weights and Adam's two moments; the average; one moment, which Muon does without.
-ADAM_AND_WEIGHTS_BYTES, AVERAGE_BYTES, MOMENT_BYTES = 12, 4, 4
+FP32_BYTES = 4  # a parameter in a checkpoint: of the weights, and of each average
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Counts:
         saved_bytes, peak_bytes: activations of one sample (diffusion/families/counting/activations.py).
         latent_channels: of the network's input.
         encoders: None where their architecture is not known without their weights.
-        with_muon: parameters of matrices that Muon trains; 0 where the recipe has AdamW alone.
+        num_in_matrices: parameters that the optimizer treats as matrices; 0 for AdamW.
     """
 
     num_parameters: int
@@ -72,7 +72,7 @@ class Counts:
     peak_bytes: int
     latent_channels: int
     encoders: EncoderCounts | None
-    with_muon: int = 0
+    num_in_matrices: int = 0
 
 
 def load_for_planning(path: str, overrides: Sequence[str]) -> AnyRecipe:
@@ -137,7 +137,8 @@ def state_bytes(
     num_averages: int = 1,
     accumulates: bool = False,
     num_frozen: int = 0,
-    num_with_muon: int = 0,
+    optimizer: OptimizerSettings | None = None,
+    num_in_matrices: int = 0,
 ) -> dict[str, int]:
     """Return what one GPU holds from step to step or for the length of one, apart from activations, by purpose.
 
@@ -147,7 +148,8 @@ def state_bytes(
         num_averages: of the weights, on the GPU.
         accumulates: there are several micro-batches a step; FSDP2 keeps whole gradients until the last of them.
         num_frozen: parameters of the network that an adapter belongs to, in the precision that they are computed with.
-        num_with_muon: of the trained ones, parameters with one state, Muon's momentum; the others have Adam's two.
+        optimizer: settings that answer for it (`optimizer_of(recipe)`); None is AdamW.
+        num_in_matrices: of the trained ones, parameters that it treats as matrices.
     """
     shards = num_shards(sharding, num_gpus, min(num_gpus, gpus_per_node))
     share = -(-num_parameters // shards)
@@ -157,7 +159,7 @@ def state_bytes(
     return {
         'weights': 4 * share,
         'gradients': 4 * (num_parameters if accumulates else share),
-        'optimizer state': 8 * share - 4 * -(-num_with_muon // shards),
+        'optimizer state': (optimizer or AdamWSettings()).state_bytes(share, -(-num_in_matrices // shards)),
         'EMA': 4 * share * num_averages,
         'copies of the weights to compute with': copies * num_parameters,
         "DDP's buckets": 4 * num_parameters if with_ddp else 0,
@@ -321,8 +323,8 @@ class Facts:
 
     @property
     def checkpoint_bytes(self) -> int:
-        averages = AVERAGE_BYTES * len(profiles(self.recipe.ema))
-        return (ADAM_AND_WEIGHTS_BYTES + averages) * self.counts.trained_parameters - MOMENT_BYTES * self.counts.with_muon
+        weights_and_averages = FP32_BYTES * self.counts.trained_parameters * (1 + len(profiles(self.recipe.ema)))
+        return weights_and_averages + optimizer_of(self.recipe).state_bytes(self.counts.trained_parameters, self.counts.num_in_matrices)
 
     def save_interval_sec(self, images_per_sec: Number) -> Number:
         """Convert `checkpoint.every` to time."""
@@ -374,7 +376,8 @@ class Facts:
         def held(accumulates: bool) -> dict[str, int]:
             how, gpus = (recipe.train.sharding, recipe.train.precision), (cluster.num_gpus, cluster.gpus_per_node)
             frozen = counts.num_parameters if recipe.adapter is not None else 0
-            state = state_bytes(counts.trained_parameters, *how, *gpus, num_averages, accumulates, frozen, counts.with_muon)
+            optimizer = optimizer_of(recipe), counts.num_in_matrices
+            state = state_bytes(counts.trained_parameters, *how, *gpus, num_averages, accumulates, frozen, *optimizer)
             return state | {'frozen encoders': frozen_bytes}
 
         if micro_size is None and recipe.batch.micro_size == 'auto':

@@ -100,7 +100,7 @@ def adapted_parts(family: Family, network: nn.Module, text: TextEncoders) -> dic
 
 
 def trained_weights(module: nn.Module) -> dict[str, nn.Parameter]:
-    """What is trained of a network, by name."""
+    """Trained weights of a network, by name."""
     return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
 
 

@@ -1,4 +1,4 @@
-"""What a model family is asked. Training, sharding, compilation, counting, planning, export and generation know no model by name."""
+"""Protocol of a model family. Training, sharding, compilation, counting, planning, export and generation know no model by name."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ class Family(ABC):
 
     @abstractmethod
     def pipeline(self, network: nn.Module, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> DiffusionPipeline:
-        """What `diffusion.export` saves; draws squares of `resolution` pixels unless told otherwise."""
+        """The pipeline that `diffusion.export` saves; draws squares of `resolution` pixels unless told otherwise."""
 
     def token_blocks(self, network: Any) -> Sequence[nn.Module]:
         """The blocks through which the image's tokens pass one after another, as (B, L, D)."""
@@ -127,7 +127,7 @@ class Family(ABC):
         return noisy, self.example_times(batch), self.example_conditioning(config, batch, text_length, text_dtype)
 
     def example_conditioning(self, config: Config, batch: int, text_length: int, dtype: torch.dtype) -> Conditioning:
-        """Of the right shapes, to count what a step takes."""
+        """Conditioning of the right shapes, to count what a step takes."""
         pooled, width = None, self.pooled_width(config)
         if width is not None:
             pooled = torch.randn(batch, width, dtype=dtype)

@@ -39,7 +39,8 @@ from diffusion.families.family import Family
 from diffusion.families.registry import FAMILIES, family_of
 from diffusion.recipe.rules import network_names
 
-LORA = Path(LORA_FOLDER, 'pytorch_lora_weights.safetensors')  # of an exported adapter
+LORA = Path(LORA_FOLDER, 'pytorch_lora_weights.safetensors')  # of an exported adapter, for diffusers
+KOHYA = 'kohya.safetensors'  # next to it, for other programs
 BATCH_SIZE = 16  # images drawn together unless told otherwise
 NUM_NAMED = 7  # classes or parts that a message names
 ALIASES = {  # names that published folders, and those of transformers 4, give to what a family has
@@ -158,7 +159,7 @@ def passes(family: Family, prompts: Sequence[str], seed: int, batch_size: int) -
 
 
 def facts_of(model: Path) -> ExportFacts:
-    """What export.json says of an exported model; nothing of a published one.
+    """Contents of export.json of an exported model; empty of a published one.
 
     Raises:
         EncoderError: it is damaged.

@@ -1,23 +1,27 @@
-"""Families by the name that a network's JSON gives. A new family is a file in this folder and a line in FAMILIES."""
+"""Families by the name that a network's JSON gives, and what is asked of a network by its name: FLOP, methods, kernels of attention.
+
+A new family is a file in this folder and a line in FAMILIES.
+"""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffusion.encoders.frozen_part import KERNELS, AttentionError
 from diffusion.families.adapters import add_adapter, let_gradients_reach
 from diffusion.families.family import Config, Family
 from diffusion.families.networks import find_network
 from diffusion.families.prx import Prx
 from diffusion.families.sd2 import StableDiffusion2
 from diffusion.families.sdxl import StableDiffusionXL
-from diffusion.methods.attach import Tokens, attach
-from diffusion.methods.contrastive import Target
-from diffusion.methods.method import TrainingMethod
+from diffusion.methods.method import MethodContext, Target, TrainingMethod, attach
 from diffusion.recipe import Recipe, RecipeError
-from diffusion.recipe.methods import Methods
+from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH
 from diffusion.recipe.schema import Adapter
+from diffusion.recipe.techniques import Methods, switched_on
 
 NO_METHODS = Methods()
 FAMILIES: dict[str, Family] = {'sd2': StableDiffusion2(), 'sdxl': StableDiffusionXL(), 'prx': Prx()}
@@ -48,8 +52,8 @@ def family_for(recipe: Recipe) -> Family:
     if recipe.adapter is not None and not family.adapter_targets:
         error = f'adapter: {family.pipeline_class.__name__}, which draws with {name}, loads no adapters; set adapter=null to train the whole network'
         raise RecipeError(recipe.name, [error])
-    for key in ('routing', 'alignment'):
-        if getattr(recipe.methods, key) is not None and not family.token_arguments:
+    for key, settings in switched_on(recipe.methods).items():
+        if settings.blocks() and not family.token_arguments:
             raise RecipeError(recipe.name, [f'methods.{key}: works on tokens of a transformer, and {name} is none; set methods.{key}=null'])
     return family
 
@@ -88,10 +92,52 @@ def training_flops(name: str, latent_size: tuple[int, int], text_length: int, ad
 def attach_methods(
     methods: Methods, family: Family, config: Config, network: Any, end: float, target: Target, seed: int
 ) -> dict[str, TrainingMethod]:
-    """The methods of a recipe by name, hooked to a network of the family; `end`, `target`, `seed`: see diffusion.methods.attach.
+    """The methods of a recipe by name, hooked to a network of the family; `end`, `target`, `seed`: see MethodContext.
 
     Raises:
         RecipeError: a method does not fit the network, or its feature network cannot be read.
     """
-    tokens = Tokens(family.token_blocks(network), family.token_arguments, family.token_width(config), family.patch(config))
-    return attach(methods, tokens, end, target, seed)
+    tokens = family.token_blocks(network), family.token_arguments, family.token_width(config), family.patch(config)
+    return attach(methods, MethodContext(*tokens, end, target, seed))
+
+
+def shapes(recipe: Recipe) -> list[tuple[int, int, int]]:
+    """(queries, keys, width of a head) of every attention of the recipe's network, over latents of its square resolution."""
+    name = recipe.model.network
+    return family_of(name).attention(find_network(name).config, recipe.data.resolution // PIXELS_PER_LATENT, TEXT_LENGTH)
+
+
+def kernels_in_use(recipe: Recipe) -> str:
+    """Names of the kernels that PyTorch picks for the recipe's network.
+
+    Raises:
+        AttentionError: as `kernels_for`.
+    """
+    return kernels_for(shapes(recipe), recipe.train.precision, family_of(recipe.model.network).masks_text)
+
+
+def kernels_for(shapes: Sequence[tuple[int, int, int]], precision: str, masked: bool = False) -> str:
+    """Names of the kernels that PyTorch picks, among those switched on, in a training step on this machine: mostly one, or several with a comma.
+
+    Args:
+        shapes: (queries, keys, width of a head) of every attention.
+        precision: the recipe's `train.precision`.
+        masked: it has a mask.
+
+    Raises:
+        AttentionError: none of them can compute one of the `shapes`.
+    """
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    dtype = torch.float32 if precision == 'fp32' else torch.bfloat16
+    names = {backend.value: name for name, (backend, _) in KERNELS.items()}
+    chosen = set()
+    for queries, keys, width in shapes:
+        query, key = (torch.zeros(1, 1, tokens, width, device=device, dtype=dtype, requires_grad=True) for tokens in (queries, keys))
+        try:
+            mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device=device) if masked else None
+            chosen.add(names[torch._fused_sdp_choice(query, key, key, mask)])
+        except RuntimeError as error:
+            raise AttentionError(
+                f'cannot compute attention of {queries} to {keys} tokens in {precision} with heads of {width} on the {device}: {error}'
+            ) from error
+    return ', '.join(sorted(chosen))

@@ -32,8 +32,7 @@ from diffusion.datasets.sources import INGREDIENTS_NAME, is_prepared, located, w
 from diffusion.datasets.transforms import RECTANGLE, SQUARE
 from diffusion.encoders.text import tokenizer_digests
 from diffusion.encoders.vae import Vae
-from diffusion.families.attention import kernels_in_use
-from diffusion.families.registry import family_of
+from diffusion.families.registry import family_of, kernels_in_use
 from diffusion.finetuning.drawn import put_drawn, settings_of
 from diffusion.finetuning.photos import conversion_of, read_photos
 from diffusion.recipe import Recipe, RecipeError, of_another_run, refuse_changes

@@ -13,10 +13,21 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.contracts.batch import Batch
+from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.patches import PatchFeatures
-from diffusion.methods.method import TrainingMethod
+from diffusion.methods.method import MethodContext, TrainingMethod
 from diffusion.objectives.objective import Outputs
-from diffusion.recipe.methods import Alignment
+from diffusion.recipe import RecipeError
+from diffusion.recipe.techniques import Alignment
+
+
+def attach(settings: Alignment, context: MethodContext) -> TrainingMethod:
+    """Raises RecipeError: the feature network cannot be read."""
+    try:
+        features = PatchFeatures.find(settings.source, settings.revision)
+    except EncoderError as error:
+        raise RecipeError('methods', [f'methods.alignment.source: {error}']) from error
+    return FeatureAlignment(settings, context.blocks, context.width, context.patch, features)
 
 
 class FeatureAlignment(TrainingMethod):
@@ -39,6 +50,7 @@ class FeatureAlignment(TrainingMethod):
             nn.Linear(settings.width, features.width),
         )
         self._tokens: Tensor | None = None
+        self._added: Tensor | None = None  # mean of what it adds to the loss
         blocks[settings.block].register_forward_hook(self._see)
 
     @property
@@ -58,7 +70,12 @@ class FeatureAlignment(TrainingMethod):
         wanted = self.features.encode(batch['images'], (height // self.patch, width // self.patch))
         projected = self.projection(self._tokens)
         self._tokens = None
-        return error + self.weight * (1 - torch.nn.functional.cosine_similarity(projected.float(), wanted, dim=-1).mean(dim=1))
+        added = self.weight * (1 - torch.nn.functional.cosine_similarity(projected.float(), wanted, dim=-1).mean(dim=1))
+        self._added = added.detach().mean()
+        return error + added
+
+    def log_values(self) -> dict[str, Tensor]:
+        return {} if self._added is None else {'alignment': self._added}
 
     def flops(self, size: tuple[int, int]) -> int:
         """The feature network's forward pass, and the projection forward and back (1 MAC = 2 FLOP)."""

@@ -15,8 +15,12 @@ from torch import Tensor, nn
 
 from diffusion.contracts.batch import Batch
 from diffusion.datasets.keyed_random import Draw, uniform
-from diffusion.methods.method import TrainingMethod
-from diffusion.recipe.methods import Routing
+from diffusion.methods.method import MethodContext, TrainingMethod
+from diffusion.recipe.techniques import Routing
+
+
+def attach(settings: Routing, context: MethodContext) -> TrainingMethod:
+    return TokenRouting(settings, context.blocks, context.token_arguments, context.seed)
 
 
 class TokenRouting(TrainingMethod):
@@ -75,7 +79,7 @@ def kept_tokens(seed: int, key: Tensor, num_tokens: int, keep: float) -> Tensor:
 
 
 def selected(tensor: Tensor, dim: int, kept: Tensor) -> Tensor:
-    """Of a tensor (B, ...) whose dimension `dim` lies along the tokens: those at (B, K) positions."""
+    """Gather tokens at (B, K) positions from a tensor (B, ...) whose dimension `dim` lies along the tokens."""
     shape = [1] * tensor.ndim
     shape[0], shape[dim] = kept.shape
     size = [*tensor.shape]

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from diffusion.contracts.batch import Batch
-from diffusion.methods.method import TrainingMethod
+from diffusion.methods.method import MethodContext, TrainingMethod
 from diffusion.objectives.objective import Outputs
-from diffusion.recipe.methods import Uncertainty
+from diffusion.recipe.techniques import Uncertainty
+
+
+def attach(settings: Uncertainty, context: MethodContext) -> TrainingMethod:
+    return LearnedWeights(settings, context.end)
 
 
 class LearnedWeights(TrainingMethod):

@@ -16,6 +16,7 @@ from tqdm.contrib import DummyTqdmFile
 
 from diffusion.common.text import counted
 from diffusion.cost.formulas import SEC_PER_HOUR
+from diffusion.recipe.techniques import LEARNING_RATE, plain_name
 
 EVAL_LOSS = 'metrics/eval/loss'
 LINES_SEC = 60  # at most, between two lines where there is no terminal and a batch takes less
@@ -33,8 +34,7 @@ PARTS = {
     'throughput/images_per_sec': '{:,.1f} images/s',
     'cost/dollars_to_go': '${:,.2f} to go',
     'throughput/mfu': 'MFU {:.1%}',
-    'lr-AdamW/group0': 'lr {:.2e}',
-    'lr-Muon/group0': 'lr {:.2e}',
+    LEARNING_RATE: 'lr {:.2e}',
     EVAL_LOSS: 'eval loss {:.4f}',
     'throughput/data_wait_share': 'waiting {:.1%}',
     'cost/dollars_so_far': '${:,.2f} spent',
@@ -66,7 +66,7 @@ class ConsoleLine(LoggerDestination):
         self.printed_at = time.monotonic()
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        self.latest.update(metrics)
+        self.latest.update({plain_name(name): value for name, value in metrics.items()})
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if dist.get_global_rank() == 0 and self.file.isatty():

@@ -1,7 +1,8 @@
-"""What every objective answers: which noise, which times, what the network sees and should predict, and how images are sampled with it.
+"""Protocol of an objective: which noise, which times, what the network sees and should predict, and how images are sampled with it.
 
-An objective is built from its section of the recipe's `model` (registry.py). Its tensors are buffers, so it moves with the model; they are constants
-and stay out of checkpoints. All arithmetic is float32.
+An objective is built from its section of the recipe's `model`. Its tensors are buffers, so it moves with the model; they are constants and stay
+out of checkpoints. All arithmetic is float32. What all share is here too: the error, samplers of diffusers, classifier-free guidance, and times of a
+global batch from a Sobol sequence.
 """
 
 import inspect
@@ -13,14 +14,15 @@ import torch
 from diffusers import SchedulerMixin
 from torch import Tensor, nn
 
-from diffusion.datasets.keyed_random import Draw, normal
+from diffusion.contracts.batch import Conditioning
+from diffusion.datasets.keyed_random import MASK, Draw, normal, random_bits, random_order
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
 """(noisy latents (B, C, h, w), times (B,)) -> the network's output, guided."""
 
 
 class Outputs(NamedTuple):
-    """What one forward pass leaves for the loss and the metrics."""
+    """Results of one forward pass, for the loss and the metrics."""
 
     prediction: Tensor  # (B, C, h, w)
     target: Tensor  # (B, C, h, w) float32
@@ -51,7 +53,7 @@ class Objective(nn.Module, ABC):
 
     @abstractmethod
     def noised(self, latents: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """What the network sees and what it should predict, both (B, C, h, w), at times (B,)."""
+        """Noisy latents, which the network sees, and the target of its prediction, both (B, C, h, w), at times (B,)."""
 
     def weight(self, t: Tensor) -> Tensor | None:
         """(B,) float32 weights of the squared error, or None for none."""
@@ -93,3 +95,81 @@ def weighted_error(output: Tensor, target: Tensor, weight: Tensor | None = None)
     """(B,) float32: each sample's mean squared error, times its weight if there is one."""
     error = (output.float() - target.float()).square().flatten(1).mean(dim=1)
     return error if weight is None else error * weight
+
+
+def guided(
+    denoise: Callable[[Tensor, Tensor, Conditioning], Tensor], given: Conditioning, empty: Conditioning, scale: float
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """A denoiser whose output is pushed away from the unconditional one (classifier-free guidance, arXiv 2207.12598).
+
+    Each call is one forward pass of twice the batch.
+
+    Args:
+        denoise: (noisy latents (B, C, h, w), times (B,), conditioning) -> output.
+        given: what the prompts say.
+        empty: the empty caption, which caption dropout trained, of the same shapes.
+        scale: guidance scale; 1 is none and costs half.
+    """
+    if scale == 1:
+        return lambda noisy, t: denoise(noisy, t, given)
+    both = joined(empty, given)
+
+    def denoise_both(noisy: Tensor, t: Tensor) -> Tensor:
+        unconditional, conditional = denoise(torch.cat([noisy, noisy]), torch.cat([t, t]), both).float().chunk(2)
+        return unconditional + scale * (conditional - unconditional)
+
+    return denoise_both
+
+
+def joined(*parts: Conditioning) -> Conditioning:
+    """The rows of all parts, one part after the other."""
+    fields = [None if field[0] is None else torch.cat(field) for field in zip(*parts, strict=True)]
+    return Conditioning(*fields)  # type: ignore[arg-type]
+
+
+def split(whole: Conditioning, size: int) -> list[Conditioning]:
+    """Parts of at most `size` rows."""
+    fields = [None if field is None else field.split(size) for field in whole]
+    count = -(-len(whole.text) // size)
+    return [Conditioning(*(None if field is None else field[i] for field in fields)) for i in range(count)]  # type: ignore[arg-type]
+
+
+def spread_points(seed: int, sample_key: Tensor, batch_index: int) -> Tensor:
+    """(B,) int64 numerators over 2^32: one of a Sobol sequence's next B points for each sample of the global batch.
+
+    They are spread evenly over the noise levels, where independent draws leave gaps and heaps. The loss differs more between timesteps than between
+    images, so how a batch happens to fall on the timesteps is much of the noise of its gradient. A low-discrepancy sequence takes that part away and
+    leaves the mean as it is (arXiv 2107.00630 does so for the variational bound). All is integer arithmetic on the tensors' device: CPU and GPU give
+    the same timesteps.
+
+    Which sample gets which point depends on its key and on the keys it shares the batch with, and not on their order: on any
+    number of GPUs a sample has the same time.
+
+    Args:
+        seed: of the run.
+        sample_key: (B, 3) int64 of the whole global batch, in any order.
+        batch_index: number of global batches before this one, all of B samples.
+    """
+    size = len(sample_key)
+    index = torch.arange(batch_index * size, (batch_index + 1) * size, device=sample_key.device)
+    points = sobol_points(seed, index)
+    rank = random_order(seed, sample_key, Draw.TIMESTEP_ORDER).argsort()
+    return points[rank]
+
+
+def sobol_points(seed: int, index: Tensor) -> Tensor:
+    """The points at `index` (N,) int64 of a one-dimensional Sobol sequence, as (N,) int64 numerators over 2^32.
+
+    2^k points from a multiple of 2^k on lie one in each of 2^k equal intervals. The sequence is the base-2 radical inverse under a
+    random digital shift: each seed flips the same bits of all points, which keeps that property and makes every point uniform
+    (Owen, "Monte Carlo theory, methods and examples", chapter 17). It begins again after 2^32 points.
+    """
+    nobody = torch.zeros(1, 3, dtype=torch.int64, device=index.device)  # the shift belongs to the run, not to a sample
+    return _reversed_bits(index & MASK) ^ random_bits(seed, nobody, Draw.TIMESTEP_SHIFT, 1)[0]
+
+
+def _reversed_bits(words: Tensor) -> Tensor:
+    """The 32 bits of each word in reverse order: neighbours are swapped, then pairs, and so on."""
+    for distance, kept in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF), (16, 0x0000FFFF)):
+        words = (words & kept) << distance | words >> distance & kept
+    return words

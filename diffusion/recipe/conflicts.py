@@ -1,4 +1,7 @@
-"""Settings that exclude each other: a table, which docs/recipe-reference.md prints. Rules that compute something are functions (rules.py)."""
+"""Settings that exclude each other: a table, which docs/recipe-reference.md prints. Rules that compute something are functions (rules.py).
+
+Training methods and optimizers bring rows of their own (techniques.py).
+"""
 
 import re
 from typing import Any
@@ -7,6 +10,7 @@ from diffusion.recipe.autoencoder import AnyRecipe
 from diffusion.recipe.keys import MISSING
 from diffusion.recipe.reading import read_yaml
 from diffusion.recipe.schema import present
+from diffusion.recipe.techniques import known_techniques
 
 # Conditions that hold together, and indented below them the error: the key that it names, why, and what to set; `{key}` stands for a key's value.
 # A condition is `key=value`, `key!=value`, `key>value`, `key` (on: neither null, false nor empty) or `!key` (off). None holds for a key of a section
@@ -37,8 +41,6 @@ adapter, train.sharding!=ddp
     train.sharding: {train.sharding} does not shard adapters, and there is little to shard; set train.sharding=ddp
 adapter, train.precision=bf16
     train.precision: bf16 would round what an adapter learns in a step away; set train.precision=amp_bf16
-adapter, optimizer.muon
-    optimizer.muon: would orthogonalize an adapter's two factors, not the change that they make together; set optimizer.muon=null
 model, train.compile=network, train.sharding!=ddp
     train.compile: network makes one graph of the whole network, but train.sharding={train.sharding} gathers its weights between the blocks; set
     train.compile=blocks
@@ -84,14 +86,13 @@ autoencoder, train.attention!=auto
     train.attention: {train.attention} may not take the one head of 512 channels that autoencoders have; set train.attention=auto
 autoencoder, train.compile
     train.compile: {train.compile} is for networks that denoise; set train.compile=null
-autoencoder, optimizer.muon
-    optimizer.muon: is for the matrices of transformer blocks, and an autoencoder is made of convolutions; set optimizer.muon=null
 autoencoder, log.samples.every, !eval.every
     log.samples.every: grids show images of eval.streams; name some and set eval.every, or set log.samples.every=null
 autoencoder, log.samples.every, !eval.streams
     log.samples.every: grids show images of eval.streams; name some and set eval.every, or set log.samples.every=null
 """
 CONFLICTS = [(row[1].split(', '), ' '.join(row[2].split())) for row in re.finditer(r'^(\S.*)\n((?: +.*\n)+)', TABLE, re.MULTILINE)]
+CONFLICTS += [(row.split(', '), error) for technique in known_techniques() for row, error in technique.conflicts.items()]
 
 
 def no_conflicts(recipe: AnyRecipe, _: int) -> list[str]:

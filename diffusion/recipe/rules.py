@@ -22,7 +22,9 @@ from diffusion.recipe.averaging import coverage, profiles
 from diffusion.recipe.catalog import loggers_are_there, samples_can_be_scored
 from diffusion.recipe.conflicts import no_conflicts
 from diffusion.recipe.contradictions import BUCKETS_MULTIPLE_PX
+from diffusion.recipe.hub import hub_source, neither_folder_nor_hub_id, pins
 from diffusion.recipe.schema import Drawn, Ema, Model, Recipe, present, streams_of
+from diffusion.recipe.techniques import OptimizerSettings, techniques
 
 PIXELS_PER_LATENT, TEXT_LENGTH = 8, 77  # along a side, of Stable Diffusion's VAE; tokens of a caption: where the encoders are not known
 MAX_START_WEIGHT = 0.1  # of the average at the end: 4 half-lives leave 6 %
@@ -103,13 +105,6 @@ def names_exist(recipe: Recipe, _: int) -> list[str]:
     return [f"model.network: no configuration '{recipe.model.network}'; known: {', '.join(known)}"]
 
 
-def neither_folder_nor_hub_id(source: str) -> str:
-    """What is wrong with the name of a model; empty if it is a folder of this machine or has the form of a Hub id."""
-    if Path(source).is_dir() or re.fullmatch(r'[\w.-]+/[\w.-]+', source):
-        return ''
-    return f"there is no folder '{source}', and a Hub id has the form owner/name"
-
-
 def encoders_are_pinned(recipe: Recipe, _: int) -> list[str]:
     source, revision = recipe.model.encoders.source, recipe.model.encoders.revision
     key = 'model.encoders'
@@ -125,17 +120,6 @@ def encoders_are_pinned(recipe: Recipe, _: int) -> list[str]:
             'so that no later upload changes your run (or point source to a local folder that exists)'
         ]
     return []
-
-
-def pins(revision: str | None) -> bool:
-    """Whether a revision on the Hub is a commit, which no later upload changes."""
-    return re.fullmatch(r'[0-9a-f]{40}', revision or '') is not None
-
-
-def hub_source(load_path: str | None) -> tuple[str, str] | None:
-    """Return (OWNER/NAME, COMMIT) of a model on the Hub, written OWNER/NAME@COMMIT; None for a file, folder or URL."""
-    match = re.fullmatch(r'([\w.-]+/[\w.-]+)@([^/]*)', load_path or '')
-    return None if match is None or Path(load_path or '').exists() else (match[1], match[2])
 
 
 def first_weights_are_pinned(recipe: AnyRecipe, _: int) -> list[str]:
@@ -256,34 +240,11 @@ def averages_have_different_widths(recipe: AnyRecipe, _: int) -> list[str]:
     return [f'ema.sigma_rel: {widths} names a width twice'] if len(set(widths)) < len(widths) else []
 
 
-def methods_have_what_they_need(recipe: Recipe, _: int) -> list[str]:
-    methods, data, errors = recipe.methods, recipe.data, []
-    routing, alignment = methods.routing, methods.alignment
-    if routing is not None and routing.first_block > routing.last_block:
-        errors.append(f'methods.routing.last_block: {routing.last_block} is before first_block, {routing.first_block}; set it to that or a later one')
-    if alignment is not None:
-        if data.kind != 'images' or data.encoders is not None:
-            has = f'data.kind is {data.kind}' if data.kind != 'images' else 'data.encoders takes them away'
-            remedy = 'set data.kind=images' if data.kind != 'images' else 'set data.encoders=null'
-            errors.append(f'methods.alignment: looks at the images, and {has}; {remedy} (or methods.alignment=null)')
-        if wrong := neither_folder_nor_hub_id(alignment.source):
-            errors.append(f'methods.alignment.source: {wrong}; name a folder with config.json and model.safetensors, or a Hub id')
-        elif not Path(alignment.source).is_dir() and not pins(alignment.revision):
-            errors.append(f"methods.alignment.revision: '{alignment.revision}' does not pin {alignment.source}; set the 40 hex digits of a commit")
-        if routing is not None and routing.first_block <= alignment.block < routing.last_block:
-            errors.append(
-                f'methods.alignment.block: tokens are missing after block {alignment.block}, where methods.routing lets them skip blocks '
-                f'{routing.first_block} to {routing.last_block}; take a block outside'
-            )
-    if methods.contrastive is not None and data.kind == 'images' and data.encoders is None:
-        errors.append(
-            'methods.contrastive: takes latents of other samples of the batch, which each GPU encodes later with data.kind images; set '
-            'data.kind=latents, or methods.contrastive=null'
-        )
-    if methods.contrastive is not None and recipe.batch.global_size < 2:
-        errors.append('methods.contrastive: needs another sample in the batch, and batch.global_size is 1; set it to 2 or more')
-    if methods.uncertainty is not None and recipe.train.precision == 'bf16':
-        errors.append('methods.uncertainty: bf16 would round the loss; set train.precision=amp_bf16')
+def techniques_fit(recipe: AnyRecipe, _: int) -> list[str]:
+    errors = [error for settings in techniques(recipe).values() for error in settings.contradictions(recipe)]
+    optimizers = [path for path, settings in techniques(recipe).items() if isinstance(settings, OptimizerSettings)]
+    if len(optimizers) > 1:
+        errors.append(f'optimizer: {" and ".join(optimizers)} are optimizers, of which a run has one; set the others to null')
     return errors
 
 
@@ -376,7 +337,7 @@ RULES: list[Callable[[Any, int], list[str]]] = [
     encoders_have_images,
     samples_can_be_scored,
     averages_have_different_widths,
-    methods_have_what_they_need,
+    techniques_fit,
     cache_cannot_eat_the_data,
     one_objective,
     diffusion_is_sound,

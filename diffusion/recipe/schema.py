@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from diffusion.common.arguments import LARGEST_SEED
 from diffusion.recipe.keys import MISSING, Duration, fields_after, key
-from diffusion.recipe.methods import Methods
+from diffusion.recipe.techniques import Methods, Optimizer
 
 Named = TypeVar('Named')
 
@@ -191,28 +191,6 @@ class BatchSizes:
     global_size: int = key(MISSING, 'Samples in one optimizer step, over all GPUs.', low=1)
     micro_size: int | Literal['auto'] = key(MISSING, low=1, may_change=True)
     """Samples in one forward and backward pass of one GPU; `auto` tries at the start which is the largest that fits, and stays there."""
-
-
-@dataclass
-class MuonSettings:
-    momentum: float = key(0.95, "Share of Muon's momentum that a batch keeps, with Nesterov's look ahead.", low=0, high=1 - 1e-9)
-    steps: int = key(5, 'Newton-Schulz steps that orthogonalize a matrix; 5 bring singular values to 0.68 .. 1.2.', low=1, high=20)
-
-
-@dataclass
-class Optimizer:
-    lr: float = key(1e-4, 'Peak learning rate, of the last batch of `warmup`.', low=0, high=1)
-    weight_decay: float = key(0.01, 'Decoupled weight decay.', low=0, high=1)
-    betas: tuple[float, float] = key((0.9, 0.999), "AdamW's momentum coefficients.", low=0, high=1 - 1e-9)
-    eps: float = key(1e-8, "AdamW's denominator term.", low=1e-20, high=1)
-    muon: MuonSettings | None = key(None)
-    """Muon for the matrices of the network's blocks, at the same `lr` and `weight_decay` (arXiv 2502.16982), AdamW for the rest; null: AdamW for
-    all."""
-    clip_norm: float | None = key(1.0, 'Largest global gradient norm; null does not clip.', low=1e-12, high=1e12)
-    warmup: Duration = key('10000ba', units=('ba',))
-    """Batches of linear warm-up: the first has the rate lr / warmup, the last has `lr`; 0ba begins with `lr`."""
-    decay: Literal['constant', 'cosine', 'cooldown'] = key('constant')
-    """After the warm-up: stay at `lr`; follow a cosine to 0 at the end of the run; or stay, and fall to 0 in the last fifth (arXiv 2405.18392)."""
 
 
 @dataclass

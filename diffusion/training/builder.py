@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from composer.core import Algorithm, Callback, DataSpec, Evaluator
 from composer.devices import Device
-from composer.loggers import LoggerDestination
 from composer.models import ComposerModel
 from composer.utils import dist, get_device, reproducibility
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from diffusion.checkpoints.initial import load_base, load_weights
@@ -31,10 +29,9 @@ from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_load
 from diffusion.datasets.watched import WatchedLoader
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.adapters import add_adapters, store_frozen_in_bf16
-from diffusion.families.attention import kernels_in_use
 from diffusion.families.networks import find_network
 from diffusion.families.pipeline import DrawingSettings
-from diffusion.families.registry import build_network, family_for
+from diffusion.families.registry import build_network, family_for, kernels_in_use
 from diffusion.faults import peers, preemption, rollback
 from diffusion.faults.guards import FIRST_STEP_SEC, RunLock, StallWatchdog
 from diffusion.faults.process import end_now
@@ -45,26 +42,19 @@ from diffusion.monitoring.records import DrawingRecord, JsonlLog, RunRecord
 from diffusion.monitoring.sample_grid import SampleGrid
 from diffusion.monitoring.sample_scores import build_sample_scores
 from diffusion.monitoring.throughput import BadSamplesLog, EncodersLog, Goodput, LearningRate, Throughput
-from diffusion.objectives.objective import Objective
 from diffusion.online.pool import EncodedAhead, Pool
 from diffusion.online.start import open_pool, wait_for
 from diffusion.recipe import AnyRecipe, Recipe, RecipeError, refuse_changes, to_yaml
 from diffusion.recipe.averaging import profiles
 from diffusion.recipe.rules import length_in_batches, starts_before_the_end
-from diffusion.recipe.schema import Ema
-from diffusion.recipe.schema import Optimizer as OptimizerSettings
-from diffusion.training.adapters import parameter_groups
-from diffusion.training.compilation import BACKEND, refuse_if_uncompiled
-from diffusion.training.contrast import GiveOthers
 from diffusion.training.ema import EMA, averaged_weights
+from diffusion.training.global_batch import global_batch_algorithms
 from diffusion.training.gradient_guard import GradientGuard
-from diffusion.training.lr_schedule import lr_factor
-from diffusion.training.machine import fit_machine
+from diffusion.training.machine import BACKEND, fit_machine, refuse_if_uncompiled
 from diffusion.training.micro_batch import blank_batch, micro_size
 from diffusion.training.model import TextToImage
-from diffusion.training.muon import Muon
+from diffusion.training.optimizers import build_optimizer, build_scheduler, parameter_groups
 from diffusion.training.sharding import parallelism_config, uses_fsdp
-from diffusion.training.spread_times import SpreadTimes
 from diffusion.training.trainer import Trainer
 
 LOG = 'log.jsonl'
@@ -91,20 +81,14 @@ def build_trainer(recipe: Recipe) -> Trainer:
     pool = _encode_ahead(recipe, digests['vae'], micro_batch, loader, validation)
     if recipe.train.compile is not None:
         model.compile_step(recipe.train.compile)  # last: the loaders may encode one caption, which is not worth compiling for
-    callbacks = build_callbacks(recipe, start.run_folder, pool)
+    callbacks: list[Callback] = [] if pool is None else [EncodersLog(pool, recipe.log.every)]
+    if recipe.log.samples.every is not None:
+        callbacks.append(SampleGrid(recipe.log.samples, recipe.data.resolution, start.run_folder / 'samples', averaged_weights))
     if recipe.eval.samples.every is not None:
         evaluated: Any = None if validation is None else validation.dataset
         callbacks.append(build_sample_scores(recipe, model, evaluated, start.run_folder, averaged_weights, start.stall_watchdog.alive))
-    trainer = assemble(
-        recipe,
-        start,
-        model,
-        parameter_groups(recipe, model),
-        Loaders(loader, validation, micro_batch),
-        algorithms=build_algorithms(recipe, model.objective),
-        callbacks=callbacks,
-        digests=digests,
-    )
+    groups, algorithms = parameter_groups(recipe, model), global_batch_algorithms(recipe, model)
+    trainer = assemble(recipe, start, model, groups, loader, validation, micro_batch, algorithms, callbacks, digests)
     if pool is not None:
         wait_for(pool, recipe.data.timeout_sec)
     return trainer
@@ -132,15 +116,6 @@ class Start:
     attention: str
 
 
-@dataclass(frozen=True)
-class Loaders:
-    """What a run reads, and how many samples of it a rank takes at once."""
-
-    training: WatchedLoader
-    validation: WatchedLoader | None
-    micro_batch: int
-
-
 def begin(recipe: AnyRecipe, kernels: Callable[[], str]) -> Start:
     """Join the other ranks and take the run folder, in the order in which mistakes are cheapest to find.
 
@@ -153,7 +128,8 @@ def begin(recipe: AnyRecipe, kernels: Callable[[], str]) -> Start:
     """
     attention = fit_machine(recipe, kernels)
     device = get_device(None)
-    timeout_sec = dist_timeout_sec(recipe)
+    # A rank waits for another longer than it takes that other's watchdog or loader to say what is wrong.
+    timeout_sec = 2.0 * max(FIRST_STEP_SEC, recipe.faults.stall_sec, recipe.data.timeout_sec)
     dist.initialize_dist(device, timeout=timeout_sec)  # before any StreamingDataset, which would start and end its own group
     peers.watch(end_now)
     run_folder = Path(recipe.run_folder)
@@ -173,7 +149,9 @@ def assemble(
     start: Start,
     model: ComposerModel,
     groups: list[dict[str, Any]],
-    loaders: Loaders,
+    loader: WatchedLoader,
+    validation: WatchedLoader | None,
+    micro_batch: int,
     algorithms: Sequence[Algorithm],
     callbacks: Sequence[Callback],
     digests: Mapping[str, str],
@@ -182,6 +160,7 @@ def assemble(
 
     Args:
         groups: what the optimizer trains.
+        micro_batch: samples that a rank takes at once.
         algorithms, callbacks: in addition to those of every run.
         digests: SHA-256 of the weights of frozen networks by name.
 
@@ -189,16 +168,19 @@ def assemble(
         RecipeError: the average or the warm-up would outlast the run.
         DataError: the run was begun with other data.
     """
-    loader, validation, micro_batch = loaders.training, loaders.validation, loaders.micro_batch
     identities = dataset_identities(loader)
     if start.found is not None:
         refuse_other_data(start.found.manifest, identities)
-    batches = total_batches(recipe, len(loader))
-    optimizer = build_optimizer(recipe.optimizer, groups)
+    batches = length_in_batches(recipe, len(loader))
+    if errors := starts_before_the_end(recipe, batches):
+        raise RecipeError(recipe.name, errors)
+    optimizer = build_optimizer(recipe, groups)
     guard = GradientGuard(recipe.optimizer.clip_norm, recipe.log.every, recipe.faults)
+    ema, averages = recipe.ema, profiles(recipe.ema)
+    checkpoint, price = recipe.checkpoint, price_of_run(recipe.cost)
     return Trainer(
         log_every=recipe.log.every,
-        left_out=rollback.read(recipe.checkpoint.folder),
+        left_out=rollback.read(checkpoint.folder),
         model=model,
         train_dataloader=_counted(loader),
         max_duration=f'{batches}ba',
@@ -209,15 +191,36 @@ def assemble(
         # Composer's own schedulers give the first three batches the rate 0 (measured): they ask for the number of the batch before it is counted.
         schedulers=build_scheduler(optimizer, recipe.optimizer, batches),
         step_schedulers_every_batch=True,
-        algorithms=[guard, *build_average(recipe.ema), *algorithms],
+        algorithms=[guard, *([EMA(averages, ema.start.batches, ema.interval.batches, ema.offload)] if averages else []), *algorithms],
         callbacks=[
             start.lock,
-            *common_callbacks(recipe, start, digests),
+            RunRecord(recipe, start.run_folder, price, digests, start.attention),
+            DrawingRecord(),
+            LearningRate(),
+            Throughput(price, recipe.log.every, start.watch),
+            Goodput(recipe, start.watch),
+            BadSamplesLog(start.run_folder / BAD_SAMPLES, recipe.log.every),
             *callbacks,
-            build_saver(recipe, start.run_folder, guard, identities, digests, start.owner),
+            CheckpointSaver(
+                checkpoint.folder,
+                start.run_folder / STAGING,
+                to_yaml(recipe),
+                checkpoint.every,
+                checkpoint.keep,
+                checkpoint.keep_every,
+                checkpoint.allowed_misses,
+                data=identities,
+                encoders=digests,
+                before_save=[guard.before_save],
+                owner=start.owner,
+            ),
             start.stall_watchdog,  # the last one: what the others take counts
         ],
-        loggers=build_loggers(recipe, start.run_folder),
+        loggers=[
+            JsonlLog(start.run_folder / LOG, recipe.log.every),
+            ConsoleLine(recipe.log.every),
+            *(other_loggers.build(name, recipe, start.run_folder) for name in recipe.log.to),
+        ],
         device=start.composers_device,
         device_train_microbatch_size=micro_batch,
         precision='fp32' if recipe.train.precision == 'fp32' else 'amp_bf16',
@@ -228,6 +231,11 @@ def assemble(
         dist_timeout=start.timeout_sec,
         progress_bar=False,  # ConsoleLine says more
     )
+
+
+def _counted(loader: DataLoader) -> DataSpec:
+    """Composer cannot count the samples of a batch that holds a dictionary, as the tokens are."""
+    return DataSpec(loader, get_num_samples_in_batch=lambda batch: len(batch['sample_key']))
 
 
 def _encode_ahead(recipe: Recipe, vae_sha256: str, micro_batch: int, loader: WatchedLoader, validation: WatchedLoader | None) -> Pool | None:
@@ -248,16 +256,6 @@ def _encode_ahead(recipe: Recipe, vae_sha256: str, micro_batch: int, loader: Wat
                 each.dataset.refuse,  # type: ignore[attr-defined]
             )
     return pool
-
-
-def _counted(loader: DataLoader) -> DataSpec:
-    """Composer cannot count the samples of a batch that holds a dictionary, as the tokens are."""
-    return DataSpec(loader, get_num_samples_in_batch=lambda batch: len(batch['sample_key']))
-
-
-def dist_timeout_sec(recipe: AnyRecipe) -> float:
-    """How long a rank waits for another: longer than it takes that other's watchdog or loader to say what is wrong."""
-    return 2.0 * max(FIRST_STEP_SEC, recipe.faults.stall_sec, recipe.data.timeout_sec)
 
 
 def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> TextToImage:
@@ -332,94 +330,6 @@ def frozen_digests(model: TextToImage) -> dict[str, str]:
             'all machines the same folder, or name the revision of a Hub id'
         )
     return first
-
-
-def total_batches(recipe: AnyRecipe, batches_per_epoch: int) -> int:
-    """Length of the run in batches.
-
-    Raises:
-        RecipeError: the EMA or the warm-up would outlast it.
-    """
-    total = length_in_batches(recipe, batches_per_epoch)
-    errors = starts_before_the_end(recipe, total)
-    if errors:
-        raise RecipeError(recipe.name, errors)
-    return total
-
-
-def build_optimizer(settings: OptimizerSettings, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if settings.muon is None:
-        return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
-    return Muon(groups, settings.betas, settings.eps, settings.muon.momentum, settings.muon.steps)
-
-
-def build_scheduler(optimizer: torch.optim.Optimizer, settings: OptimizerSettings, batches: int) -> LambdaLR:
-    """The learning rates of a run of `batches`, to be stepped after each."""
-    warmup = settings.warmup.batches
-
-    def factor(batch: int) -> float:  # a plain function, which PyTorch leaves out of the checkpoint
-        return lr_factor(batch, warmup, batches, settings.decay)
-
-    return LambdaLR(optimizer, factor)
-
-
-def build_average(ema: Ema) -> list[Algorithm]:
-    return [EMA(profiles(ema), ema.start.batches, ema.interval.batches, ema.offload)] if profiles(ema) else []
-
-
-def build_algorithms(recipe: Recipe, objective: Objective) -> list[Algorithm]:
-    algorithms: list[Algorithm] = []
-    if recipe.model.timesteps == 'sobol':
-        algorithms.append(SpreadTimes(recipe.seed, objective))
-    if recipe.methods.contrastive is not None:
-        algorithms.append(GiveOthers(recipe.seed))
-    return algorithms
-
-
-def common_callbacks(recipe: AnyRecipe, start: Start, digests: Mapping[str, str]) -> list[Callback]:
-    """What every run records and measures."""
-    price = price_of_run(recipe.cost)
-    return [
-        RunRecord(recipe, start.run_folder, price, digests, start.attention),
-        DrawingRecord(),
-        LearningRate(),
-        Throughput(price, recipe.log.every, start.watch),
-        Goodput(recipe, start.watch),
-        BadSamplesLog(start.run_folder / BAD_SAMPLES, recipe.log.every),
-    ]
-
-
-def build_callbacks(recipe: Recipe, run_folder: Path, pool: Pool | None = None) -> list[Callback]:
-    callbacks: list[Callback] = []
-    if pool is not None:
-        callbacks.append(EncodersLog(pool, recipe.log.every))
-    if recipe.log.samples.every is not None:
-        callbacks.append(SampleGrid(recipe.log.samples, recipe.data.resolution, run_folder / 'samples', averaged_weights))
-    return callbacks
-
-
-def build_saver(
-    recipe: AnyRecipe, run_folder: Path, guard: GradientGuard, identities: Mapping[str, str], encoders: Mapping[str, str], owner: Owner
-) -> CheckpointSaver:
-    wanted = recipe.checkpoint
-    return CheckpointSaver(
-        wanted.folder,
-        run_folder / STAGING,
-        to_yaml(recipe),
-        wanted.every,
-        wanted.keep,
-        wanted.keep_every,
-        wanted.allowed_misses,
-        data=identities,
-        encoders=encoders,
-        before_save=[guard.before_save],
-        owner=owner,
-    )
-
-
-def build_loggers(recipe: AnyRecipe, run_folder: Path) -> list[LoggerDestination]:
-    loggers: list[LoggerDestination] = [JsonlLog(run_folder / LOG, recipe.log.every), ConsoleLine(recipe.log.every)]
-    return loggers + [other_loggers.build(name, recipe, run_folder) for name in recipe.log.to]
 
 
 def fit(trainer: Trainer, recipe: AnyRecipe, afterwards: Callable[[], object] = lambda: None) -> None:

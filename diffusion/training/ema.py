@@ -145,7 +145,7 @@ class EMA(Algorithm):
 
 
 def _named(averages: Sequence[Any]) -> dict[str, Any]:
-    """As a checkpoint names them; a run with one average has the same names as before there could be several."""
+    """Name averages as a checkpoint does; a run with one average has the same names as before there could be several."""
     first, *others = averages
     return {'average': first, 'others': others} if others else {'average': first}
 

@@ -22,7 +22,7 @@ from diffusion.training.sharding import all_finite, gradient_norm
 
 
 def clipping_divisor(norm: Tensor, max_norm: float) -> Tensor:
-    """What divides gradients of this global norm so that it is at most `max_norm`; () float32. As torch.nn.utils.clip_grad_norm_ multiplies them."""
+    """Divisor of gradients of this global norm that makes it `max_norm` at most; () float32. As torch.nn.utils.clip_grad_norm_ multiplies."""
     return ((norm.float() + 1e-6) / max_norm).clamp(min=1.0)
 
 

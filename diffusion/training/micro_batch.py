@@ -4,6 +4,7 @@ Tried on the bare model, before it is sharded or compiled, so that no rank waits
 will hold next to weights and gradients is held as ballast. Compiled steps need less memory than eager ones: the answer errs on the small side.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from diffusion.contracts.batch import GEOMETRY, Batch
 from diffusion.cost.facts import MEMORY_SHARE, divisors, state_bytes
 from diffusion.recipe import AnyRecipe, Recipe, RecipeError
 from diffusion.recipe.averaging import profiles
+from diffusion.recipe.techniques import optimizer_of
 from diffusion.training.model import TextToImage
 
 OUT_OF_MEMORY = ('out of memory', 'ALLOC_FAILED', "can't allocate memory")  # the last: PyTorch on a CPU
@@ -25,7 +27,7 @@ class NoRoom(RecipeError):
 
 
 def micro_size(recipe: AnyRecipe, model: Any, blank: Callable[[int], Batch]) -> int:
-    """What the recipe says, or the largest divisor of a GPU's share of the batch that fits, the same on all ranks.
+    """Size in the recipe, or the largest divisor of a GPU's share of the batch that fits, the same on all ranks.
 
     Args:
         model: a ComposerModel with `device` and `autocast`.
@@ -64,19 +66,14 @@ def micro_size(recipe: AnyRecipe, model: Any, blank: Callable[[int], Batch]) -> 
 
 def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
     """The largest of ascending `sizes` that fits, or 0; what is smaller than one that fits fits too."""
-    low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
-    while low < high:
-        middle = (low + high) // 2
-        if fits(sizes[middle]):
-            low = middle + 1
-        else:
-            high = middle
-    return sizes[low - 1] if low else 0
+    num_fitting = bisect_left(sizes, True, key=lambda size: not fits(size))
+    return sizes[num_fitting - 1] if num_fitting else 0
 
 
 def ballast_bytes(recipe: AnyRecipe, model: Any) -> int:
     """Bytes that training holds on each GPU next to fp32 weights and gradients: the optimizer's state, the average, DDP's buckets."""
-    matrices = model.family.matrices(model) if recipe.optimizer.muon is not None else ()
+    optimizer = optimizer_of(recipe)
+    matrices = model.family.matrices(model) if optimizer.trains_matrices else ()
     held = state_bytes(
         sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         recipe.train.sharding,
@@ -84,7 +81,8 @@ def ballast_bytes(recipe: AnyRecipe, model: Any) -> int:
         dist.get_world_size(),
         dist.get_local_world_size(),
         0 if recipe.ema.offload else len(profiles(recipe.ema)),
-        num_with_muon=sum(weight.numel() for weight in matrices if weight.requires_grad),
+        optimizer=optimizer,
+        num_in_matrices=sum(weight.numel() for weight in matrices if weight.requires_grad),
     )
     return held['optimizer state'] + held['EMA'] + held["DDP's buckets"]
 
@@ -131,8 +129,8 @@ def blank_batch(size: int, recipe: Recipe, model: TextToImage, text_stored: bool
             batch['pooled_embeddings'] = torch.zeros(size, encoders.text.pooled_width, dtype=torch.float16, device=device)
     if model.family.reads_geometry:
         batch['geometry'] = torch.zeros(size, GEOMETRY, dtype=torch.int32, device=device)
-    if recipe.methods.contrastive is not None:
-        batch |= {'other_moments': batch['moments'], 'other_key': batch['sample_key']}
+    for method in model.methods.values():
+        batch |= method.from_global_batch(dict(batch).__getitem__, slice(None))  # type: ignore[typeddict-item, arg-type]
     if recipe.model.timesteps == 'sobol':
         batch['timesteps'] = model.objective.times(torch.zeros(size, dtype=torch.int64, device=device))
     return batch

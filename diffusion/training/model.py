@@ -1,5 +1,6 @@
 """The ComposerModel: a thin wrapper that calls a family, its encoders and its objective in order."""
 
+import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -8,22 +9,21 @@ import torch
 from composer.models import ComposerModel
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities import dim_zero_cat
 
 from diffusion.contracts.batch import Batch, Conditioning
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.keyed_random import Draw, by_id, normal, random_bits
 from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.families.adapters import trained_weights
 from diffusion.families.networks import find_network
 from diffusion.families.registry import attach_methods, family_of, training_flops
 from diffusion.methods.method import TrainingMethod
-from diffusion.objectives.guidance import guided, split
-from diffusion.objectives.objective import Outputs, sample_with, weighted_error
-from diffusion.objectives.registry import build_objective
-from diffusion.recipe.methods import Methods
+from diffusion.objectives import build_objective
+from diffusion.objectives.objective import Outputs, guided, sample_with, split, weighted_error
 from diffusion.recipe.schema import Adapter, Model
-from diffusion.training.adapters import leave_out_frozen
-from diffusion.training.compilation import BACKEND, compile_network, compiled, eager
-from diffusion.training.metrics import losses_by_time
+from diffusion.recipe.techniques import Methods
+from diffusion.training.machine import BACKEND, compile_network, compiled, eager
 
 GENERATE_BATCH = 16  # images drawn together, which bounds the memory of a sample grid
 EVAL_SEED_OFFSET = 1  # evaluation noise must not be training noise of the same sample
@@ -140,7 +140,7 @@ class TextToImage(ComposerModel):
         return Outputs(self.denoise(noisy, t, self.conditioning(batch)), target, weight, t)
 
     def conditioning(self, batch: Batch) -> Conditioning:
-        """What the network is told of the batch's images."""
+        """Text and geometry of the batch's images, for the network."""
         stored, tokens = batch.get('text_embeddings'), batch['tokens']
         if stored is None:
             conditioning = self.encoders.encode_text(tokens)
@@ -152,7 +152,7 @@ class TextToImage(ComposerModel):
         return conditioning._replace(geometry=batch['geometry']) if self.family.reads_geometry else conditioning
 
     def noised(self, moments: Tensor, key: Tensor, t: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        """What the network sees and what it should predict, both (B, C, h, w) float32, of the VAE's moments (B, 2C, h, w).
+        """Noisy latents and the target of the prediction, both (B, C, h, w) float32, of the VAE's moments (B, 2C, h, w).
 
         Args:
             key: (B, 3) int64 sample keys, on which all noise depends.
@@ -228,3 +228,60 @@ def _zeroed(conditioning: Conditioning, empty: Tensor) -> Conditioning:
     """The conditioning with zeros in place of the captions that are marked (B,), as diffusers' force_zeros_for_empty_prompt has them."""
     text = conditioning.text.masked_fill(empty[:, None, None], 0)
     return conditioning._replace(text=text, pooled=None if conditioning.pooled is None else conditioning.pooled.masked_fill(empty[:, None], 0))
+
+
+def leave_out_frozen(model: nn.Module) -> None:
+    """Let the state of a model hold what is trained alone: to save and, strictly, to load."""
+
+    def keep_trained(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+        trained = {f'{prefix}{name}' for name in trained_weights(module)}
+        for name in [name for name in state if name.startswith(prefix) and name not in trained]:
+            del state[name]
+
+    def expect_trained(module: nn.Module, keys: Any) -> None:
+        trained = tuple(trained_weights(module))
+        keys.missing_keys[:] = [name for name in keys.missing_keys if name.endswith(trained)]  # wrappers put their names in front
+
+    model.register_state_dict_post_hook(keep_trained)
+    model.register_load_state_dict_post_hook(expect_trained)
+
+
+class LossAtTimes(Metric):
+    """Mean unweighted error of the samples whose time lies in [low, high).
+
+    Each sample counts once, in the order of ids, in float64: Streaming repeats some samples to fill the last batches, which must
+    not make the result depend on the batch size or the number of GPUs.
+    """
+
+    ids: list[Tensor]
+    errors: list[Tensor]
+    times: list[Tensor]
+
+    def __init__(self, low: float, high: float):
+        super().__init__()
+        self.low, self.high = low, high
+        for state in ('ids', 'errors', 'times'):
+            self.add_state(state, [], dist_reduce_fx='cat')
+
+    def update(self, sample_id: Tensor, error: Tensor, t: Tensor) -> None:
+        """`sample_id` (B,) int64, `error` (B,) float32, `t` (B,) times."""
+        self.ids.append(sample_id)
+        self.errors.append(error.double())
+        self.times.append(t)
+
+    def compute(self) -> Tensor:
+        """NaN for a bin that no sample fell into."""
+        ids, errors, t = (dim_zero_cat(state) for state in (self.ids, self.errors, self.times))
+        order = ids.argsort(stable=True)
+        first = torch.ones_like(order, dtype=torch.bool)
+        first[1:] = ids[order].diff() != 0
+        inside = (t[order] >= self.low) & (t[order] < self.high) & first
+        return errors[order][inside].mean().float()
+
+
+def losses_by_time(end: float, count: int) -> dict[str, Metric]:
+    """`loss`, and `loss_tLOW-HIGH` for each of `count` equal parts of the times in [0, end): of 1000 timesteps and of thousandths alike."""
+    scale = 1 if end > 1 else 1000
+    edges = [i * end / count for i in range(count + 1)]
+    bins = {f'loss_t{int(low * scale):03d}-{int(high * scale) - 1:03d}': LossAtTimes(low, high) for low, high in itertools.pairwise(edges)}
+    return {'loss': LossAtTimes(0, end), **bins}

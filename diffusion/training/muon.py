@@ -88,7 +88,7 @@ class Muon(torch.optim.Optimizer):
             local(weight).mul_(decayed).add_(direction.to(weight.dtype) * taken, alpha=-group['lr'] * scale)
 
     def _step_of_adamw(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        """As torch.optim.AdamW(fused=True) takes it, to the bit: the same function and the same state."""
+        """Step as torch.optim.AdamW(fused=True) does, to the bit: the same function and the same state."""
         for weight in weights:
             state = self.state[weight]
             if not state:

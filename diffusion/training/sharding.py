@@ -38,7 +38,7 @@ def uses_fsdp(sharding: str, precision: str) -> bool:
 
 
 def parallelism_config(sharding: str, precision: str, world_size: int, local_world_size: int) -> dict[str, Any] | None:
-    """What Composer's Trainer takes; None for DDP.
+    """Argument of Composer's Trainer; None for DDP.
 
     It must be an FSDP2Config under the key `fsdp`: a dictionary there means FSDP1, and Composer 0.32 silently ignores the key `fsdp2`.
     """

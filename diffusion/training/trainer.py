@@ -18,9 +18,8 @@ from composer.trainer.trainer import TrainerMode
 from composer.utils import dist, reproducibility
 from torch import Tensor
 
-from diffusion.checkpoints.completeness import refuse_incomplete
+from diffusion.checkpoints.completeness import refuse_incomplete, safe_loading
 from diffusion.checkpoints.reading import load_safely
-from diffusion.checkpoints.safe_loading import safe_loading
 from diffusion.common.processes import failpoint
 from diffusion.contracts.batch import Batch
 from diffusion.contracts.errors import DataError
@@ -62,7 +61,7 @@ class Trainer(composer.Trainer):
         return False
 
     def _iter_dataloader(self, trainer_mode: TrainerMode) -> Iterator[Batch]:
-        """As Composer's, which before each batch fetches from the device whether any rank has come to its end: here all do at once.
+        """Iterate as Composer, which before each batch fetches from the device whether any rank has come to its end: here all do at once.
 
         Raises:
             DataError: the epoch ends too soon.
@@ -90,7 +89,7 @@ class Trainer(composer.Trainer):
         self.engine.run_marker_only_event(Event.AFTER_DATALOADER)
 
     def _restore_rng(self) -> None:
-        """What the checkpoint says, once the loader has drawn the seed of its processes; Composer does so only where it skips batches itself."""
+        """Restore the random state once the loader has drawn the seed of its processes; Composer does so only where it skips batches itself."""
         if self._rng_state is not None and 'train' in self.state.dataset_resumption:
             reproducibility.load_rng_state(self._rng_state)
             self._rng_state = None
@@ -106,9 +105,12 @@ class Trainer(composer.Trainer):
             return
         losses = super()._train_batch(use_grad_scaling)
         if (self.state.timestamp.batch.value + 1) % self.log_every == 0:
-            loss = losses['loss/train/total']
-            dist.all_reduce(loss)
-            self.logger.log_metrics({'loss/train/total': loss[0] / dist.get_world_size()})  # type: ignore[dict-item]
+            values = {'total': losses['loss/train/total'][0]}
+            for method in getattr(self._original_model, 'methods', {}).values():  # an autoencoder has none
+                values |= method.log_values()
+            for name, value in values.items():
+                dist.all_reduce(value)
+                self.logger.log_metrics({f'loss/train/{name}': value / dist.get_world_size()})  # type: ignore[dict-item]
 
     def _train_microbatches(self, microbatches: Sequence[Batch], total_loss_dict: dict[str, Tensor], ddp_sync: bool = True) -> Tensor:
         """Gradients of one rank's batch, a micro-batch at a time; each counts by its share of the samples."""

@@ -13,7 +13,7 @@ from diffusion.checkpoints.manifest import CheckpointManifest
 from diffusion.checkpoints.reading import load_strictly, weights_by_part, zeros_for_empty
 from diffusion.checkpoints.resume import refuse_other_encoders
 from diffusion.families.adapters import adapted_parts, load_adapters
-from diffusion.families.attention import kernels_in_use
+from diffusion.families.registry import kernels_in_use
 from diffusion.monitoring.sample_grid import draw_grid
 from diffusion.recipe import Recipe
 from diffusion.recipe.schema import Samples

@@ -14,7 +14,7 @@ from benchmarks.mlperf.verdict import verdict_on
 from diffusion.contracts.errors import InputError
 from diffusion.evaluation.job.models import DrawingModel
 from diffusion.evaluation.job.request import PRESETS
-from diffusion.objectives.schedule import scheduler_config
+from diffusion.objectives.diffusion import scheduler_config
 from diffusion.recipe import load_recipe, to_dict
 from tests.benchmarks.mlperf_runs import BEGAN, FAILS, PASSES, STEP_SEC, line, saves, write_dataset, write_evaluation, write_run
 from tests.conftest import run_here

@@ -10,8 +10,8 @@ from diffusers.models.attention_processor import AttnProcessor
 from benchmarks import step, step_rows
 from benchmarks.optimizations import OPTIMIZATIONS, Switches, ladder
 from benchmarks.step_rows import StepRow, build_step, measured, plain_loss, possible, random_batch, recipe_of
-from diffusion.families.lean import CLASSES, Attend
-from diffusion.objectives.predictions import add_noise, signal_and_sigma
+from diffusion.families.unet import CLASSES, PlainAttention
+from diffusion.objectives.diffusion import add_noise, signal_and_sigma
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_model
 from tests.conftest import REPOSITORY
@@ -80,7 +80,7 @@ def test_the_last_row_does_everything_that_the_shipped_recipe_does(encoders_fold
     assert on_gpu.optimizer == shipped.optimizer
     assert on_gpu.model.diffusion.prediction == shipped.model.diffusion.prediction
     model, _, step = built(last, encoders_folder)
-    assert processors(model) == {Attend}
+    assert processors(model) == {PlainAttention}
     assert is_channels_last(model)
     assert {type(module) for module in model.network.modules()} >= set(CLASSES.values())
     before = [p.clone() for p in model.network.parameters()]

@@ -12,7 +12,7 @@ from composer.utils import dist, get_device
 from diffusion.checkpoints.completeness import differences, refuse_incomplete
 from diffusion.checkpoints.exporting import export
 from diffusion.checkpoints.reading import load_safely
-from diffusion.checkpoints.writing import write_tensors
+from diffusion.checkpoints.saver import write_tensors
 from diffusion.contracts.errors import CheckpointError
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import write_stand_in

@@ -6,8 +6,8 @@ import pytest
 import torch
 from composer.utils import checkpoint as composers
 
+from diffusion.checkpoints.completeness import safe_loading
 from diffusion.checkpoints.reading import find_checkpoint, load_safely
-from diffusion.checkpoints.safe_loading import safe_loading
 from diffusion.contracts.errors import CheckpointError
 from tests.checkpoints.files import content_of, write_checkpoint
 

@@ -1,7 +1,6 @@
 import pytest
 
-from diffusion.checkpoints.manifest import batches_of
-from diffusion.checkpoints.retention import prune, superfluous, sweep
+from diffusion.checkpoints.manifest import batches_of, prune, superfluous, sweep
 from diffusion.common.storage import LocalFolder, open_folder, write
 from tests.checkpoints.files import names, write_checkpoint
 

@@ -7,7 +7,7 @@ import torch
 
 from diffusion.checkpoints.manifest import sha256_of
 from diffusion.checkpoints.reading import load_safely
-from diffusion.checkpoints.writing import write_tensors
+from diffusion.checkpoints.saver import write_tensors
 from diffusion.common.files import write_text
 from tests.checkpoints.files import names
 

@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from diffusion.encoders.frozen_part import AttentionError, any_kernel, use_attention
-from diffusion.families.attention import kernels_in_use, shapes
-from diffusion.families.registry import build_network
+from diffusion.families.registry import build_network, kernels_in_use, shapes
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training.builder import build_trainer
 from tests.conftest import REPOSITORY, read_json

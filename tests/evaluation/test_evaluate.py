@@ -32,7 +32,7 @@ from diffusion.evaluation.job.request import EvaluationRequest
 from diffusion.evaluation.metrics.figures import METRICS, find_metric
 from diffusion.evaluation.pages.page import table_of, write_page
 from diffusion.families.registry import build_network, family_of
-from diffusion.objectives.registry import build_objective
+from diffusion.objectives import build_objective
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
 from tests.conftest import NUM_IMAGES, RESOLUTION, read_json, run_here
 from tests.evaluation.networks import without_digest

@@ -32,7 +32,7 @@ from diffusion.families.counting.activations import as_on_a_gpu, channels_last
 from diffusion.families.sd2 import StableDiffusion2
 from diffusion.objectives.objective import weighted_error
 from diffusion.recipe.rules import TEXT_LENGTH
-from diffusion.training import compilation
+from diffusion.training import machine as compilation
 
 BLOCKS = StableDiffusion2.blocks
 

@@ -7,7 +7,7 @@ from diffusers import UNet2DConditionModel
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from diffusion.families import lean
+from diffusion.families import unet as lean
 from diffusion.families.networks import find_network
 from diffusion.families.registry import build_network
 

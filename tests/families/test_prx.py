@@ -33,7 +33,7 @@ from diffusion.recipe import RecipeError, load_recipe
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
 from diffusion.stand_in import write_pipeline
 from diffusion.training.builder import build_model, build_trainer
-from diffusion.training.compilation import compile_network
+from diffusion.training.machine import compile_network
 from diffusion.training.micro_batch import blank_batch
 from diffusion.training.model import TextToImage
 from tests.conftest import REPOSITORY, run_here
@@ -165,7 +165,7 @@ def test_flop_of_the_budget_network_by_hand(side, gflop):
 @pytest.mark.parametrize('checkpointed', [False, True])
 @pytest.mark.parametrize('mode', ['network', 'blocks'])
 def test_compiled_it_is_the_same(mode, checkpointed, monkeypatch):
-    monkeypatch.setattr('diffusion.training.compilation.BACKEND', 'aot_eager')
+    monkeypatch.setattr('diffusion.training.machine.BACKEND', 'aot_eager')
     (noisy, t, text, mask), expected = inputs(), []
     for compiled in (False, True):
         network = random_network()

@@ -25,11 +25,11 @@ from diffusion.families.counting.counts import Counter
 from diffusion.families.networks import find_network
 from diffusion.families.pipeline import generate
 from diffusion.families.registry import FAMILIES, build_network, training_flops
-from diffusion.objectives.guidance import guided
+from diffusion.objectives.objective import guided
 from diffusion.recipe import load_recipe, recipe_from_yaml
 from diffusion.recipe.schema import DiffusionSettings, EncoderSource, Model, Recipe
 from diffusion.training.builder import build_trainer
-from diffusion.training.compilation import compile_network
+from diffusion.training.machine import compile_network
 from diffusion.training.micro_batch import blank_batch
 from diffusion.training.model import TextToImage
 from diffusion.watching.drawing import GridDrawer
@@ -239,7 +239,7 @@ def test_the_batch_that_is_tried_is_one_that_trains(model, pair, text_stored):
 @pytest.mark.long
 @pytest.mark.parametrize('mode', ['network', 'blocks'])
 def test_compiled_and_checkpointed_it_is_the_same(mode, monkeypatch):
-    monkeypatch.setattr('diffusion.training.compilation.BACKEND', 'aot_eager')
+    monkeypatch.setattr('diffusion.training.machine.BACKEND', 'aot_eager')
     noisy, t, conditioning = FAMILY.example(CONFIG, 2, (8, 8), 16)
     conditioning, noisy = conditioning._replace(geometry=torch.arange(12, dtype=torch.int32).view(2, 6)), torch.randn_like(noisy)
     found = []

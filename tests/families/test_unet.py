@@ -5,10 +5,10 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
-from diffusion.families.lean import CLASSES, Attend, GroupNorm, Upsample, attend_plainly
 from diffusion.families.networks import NETWORKS, find_network
 from diffusion.families.registry import build_network, training_flops
 from diffusion.families.sd2 import StableDiffusion2
+from diffusion.families.unet import CLASSES, GroupNorm, PlainAttention, Upsample, attend_plainly
 
 
 def test_sd2_base_is_the_published_network():
@@ -18,7 +18,7 @@ def test_sd2_base_is_the_published_network():
     assert len(unet.state_dict()) == 686
     numbers = [sum(isinstance(module, kind) for module in unet.modules()) for kind in (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)]
     assert numbers == [216, 66, 61, 48]
-    assert {type(processor) for processor in unet.attn_processors.values()} == {Attend}
+    assert {type(processor) for processor in unet.attn_processors.values()} == {PlainAttention}
 
 
 @pytest.mark.parametrize(('latent_side', 'gflop'), [(32, 539.31), (64, 2408.74)])

@@ -106,7 +106,7 @@ def test_nothing_here_runs_code_from_a_file():
 
 # (file, call) in Composer 0.32.1: why no file of a run reaches it. Its PR 3937, unreleased, changes the first two.
 COMPOSERS = {
-    ('utils/checkpoint.py', 'torch.load'): 'diffusion/checkpoints/safe_loading.py replaces the function that calls it',
+    ('utils/checkpoint.py', 'torch.load'): 'diffusion/checkpoints/completeness.py replaces the function that calls it',
     ('checkpoint/load.py', 'pickle.load'): 'nothing imports composer.checkpoint',
     ('core/state.py', 'eval'): 'refuse_incomplete: of algorithms that a file names and the run lacks',
     ('models/huggingface.py', 'transformers.AutoTokenizer.from_pretrained'): 'HuggingFaceModel is not used',

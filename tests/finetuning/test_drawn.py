@@ -14,7 +14,7 @@ from diffusion.families.pipeline import generate
 from diffusion.families.registry import build_network, family_of
 from diffusion.finetuning.drawn import Base, cache_of, put_drawn
 from diffusion.finetuning.prepare import prepare
-from diffusion.objectives.registry import build_objective
+from diffusion.objectives import build_objective
 from diffusion.recipe.schema import DiffusionSettings, Model
 from tests.common.s3_server import BUCKET
 from tests.faults.driver import Forked

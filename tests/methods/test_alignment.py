@@ -21,7 +21,7 @@ from diffusion.families.registry import attach_methods, family_of, training_flop
 from diffusion.methods.alignment import FeatureAlignment
 from diffusion.objectives.objective import Outputs
 from diffusion.recipe import RecipeError
-from diffusion.recipe.methods import Alignment, Methods
+from diffusion.recipe.techniques import Alignment, Methods
 from tests.families.test_prx import inputs, random_network
 
 SIZES = {'hidden_size': 24, 'num_hidden_layers': 2, 'num_attention_heads': 2, 'patch_size': 4, 'image_size': 16}

@@ -6,7 +6,7 @@ import torch
 from diffusion.datasets.keyed_random import by_id
 from diffusion.methods.contrastive import ContrastiveFlow, partners
 from diffusion.objectives.objective import Outputs, weighted_error
-from diffusion.recipe.methods import Contrastive
+from diffusion.recipe.techniques import Contrastive
 
 
 def test_each_sample_has_another_one_and_is_another_ones_once():
@@ -36,7 +36,7 @@ def test_the_loss_by_hand():
     prediction, target, other = rng.normal(size=(3, 5, 4, 8, 8))
     outputs = Outputs(torch.tensor(prediction).float(), torch.tensor(target).float(), None, torch.zeros(5))
     batch = {'other_moments': torch.tensor(other).float(), 'other_key': by_id(torch.arange(5))}
-    method = ContrastiveFlow(Contrastive(0.05), lambda moments, key, t: moments)  # moments stand for the target that is made of them
+    method = ContrastiveFlow(Contrastive(0.05), lambda moments, key, t: moments, seed=0)  # moments stand for the target that is made of them
     error = weighted_error(outputs.prediction, outputs.target)
     expected = ((prediction - target) ** 2).mean(axis=(1, 2, 3)) - 0.05 * ((prediction - other) ** 2).mean(axis=(1, 2, 3))
     np.testing.assert_allclose(method(error, outputs, batch).numpy(), expected, rtol=1e-5)

@@ -12,8 +12,8 @@ from diffusion.families.networks import find_network
 from diffusion.families.registry import attach_methods, family_of, training_flops
 from diffusion.methods.routing import kept_tokens
 from diffusion.recipe import RecipeError
-from diffusion.recipe.methods import Methods, Routing
-from diffusion.training.compilation import compile_network
+from diffusion.recipe.techniques import Methods, Routing
+from diffusion.training.machine import compile_network
 from tests.families.test_prx import inputs, random_network
 
 FAMILY, NAMED = family_of('tiny-prx'), find_network('tiny-prx')
@@ -96,7 +96,7 @@ def test_checkpointed_activations_have_the_same_gradients():
 
 @pytest.mark.parametrize('mode', ['network', 'blocks'])
 def test_compiles_without_a_break(mode, monkeypatch):
-    monkeypatch.setattr('diffusion.training.compilation.BACKEND', 'aot_eager')
+    monkeypatch.setattr('diffusion.training.machine.BACKEND', 'aot_eager')
     torch._dynamo.reset()
     network = routed()
     compile_network(network, mode, FAMILY.blocks)

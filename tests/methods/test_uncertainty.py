@@ -6,7 +6,7 @@ import torch
 
 from diffusion.methods.uncertainty import LearnedWeights
 from diffusion.objectives.objective import Outputs
-from diffusion.recipe.methods import Uncertainty
+from diffusion.recipe.techniques import Uncertainty
 
 
 def outputs_at(t):

@@ -13,8 +13,7 @@ from diffusion.contracts.batch import Conditioning
 from diffusion.datasets.keyed_random import Draw, random_bits
 from diffusion.objectives.flow import Flow as Objective
 from diffusion.objectives.flow import add_noise, clean, noise_of, sampling_times, shifted, times, times_of, velocity
-from diffusion.objectives.guidance import guided
-from diffusion.objectives.sobol import sobol_points
+from diffusion.objectives.objective import guided, sobol_points
 from diffusion.recipe.schema import FlowSettings
 from tests.conftest import REPOSITORY
 

@@ -5,9 +5,8 @@ from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 
 from diffusion.encoders.vae import posterior_sample
+from diffusion.objectives.diffusion import PREDICTIONS, add_noise, alphas_cumprod, loss_weight, offset, signal_and_sigma
 from diffusion.objectives.objective import weighted_error
-from diffusion.objectives.predictions import PREDICTIONS, add_noise, loss_weight, offset, signal_and_sigma
-from diffusion.objectives.schedule import alphas_cumprod
 from diffusion.recipe.schema import Schedule
 
 T = torch.tensor([0, 1, 250, 999])

@@ -3,10 +3,8 @@ import torch
 from diffusers import DDIMScheduler
 
 from diffusion.contracts.batch import Conditioning
-from diffusion.objectives.diffusion import Diffusion
-from diffusion.objectives.guidance import guided, joined, split
-from diffusion.objectives.predictions import PREDICTIONS, signal_and_sigma
-from diffusion.objectives.schedule import alphas_cumprod, scheduler_config
+from diffusion.objectives.diffusion import PREDICTIONS, Diffusion, alphas_cumprod, scheduler_config, signal_and_sigma
+from diffusion.objectives.objective import guided, joined, split
 from diffusion.recipe.schema import DiffusionSettings as Settings
 from diffusion.recipe.schema import Schedule
 

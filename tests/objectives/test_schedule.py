@@ -5,7 +5,7 @@ import pytest
 import torch
 from diffusers import DDIMScheduler
 
-from diffusion.objectives.schedule import alphas_cumprod, sampling_timesteps, scheduler_config
+from diffusion.objectives.diffusion import alphas_cumprod, sampling_timesteps, scheduler_config
 from diffusion.recipe.schema import Schedule
 
 

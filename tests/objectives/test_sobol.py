@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffusion.datasets.keyed_random import Draw, integers
-from diffusion.objectives.sobol import _reversed_bits, sobol_points, spread_points
+from diffusion.objectives.objective import _reversed_bits, sobol_points, spread_points
 
 T = 1000
 

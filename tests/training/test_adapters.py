@@ -15,7 +15,7 @@ from diffusion.families.counting.counts import Counter
 from diffusion.families.registry import FAMILIES, build_network, training_flops
 from diffusion.recipe import Recipe, RecipeError, load_recipe
 from diffusion.recipe.schema import Adapter, EncoderSource
-from diffusion.training import compilation
+from diffusion.training import machine as compilation
 from diffusion.training.builder import build_model, build_trainer
 from tests.conftest import REPOSITORY, RESOLUTION, TINY, run_here
 from tests.faults.children import fit, ranks

@@ -12,7 +12,7 @@ from diffusion.families.registry import build_network
 from diffusion.families.sd2 import StableDiffusion2
 from diffusion.finetuning.prepare import prepare
 from diffusion.recipe import RecipeError, load_recipe
-from diffusion.training import compilation
+from diffusion.training import machine as compilation
 from diffusion.training.builder import build_trainer, fit
 from tests.conftest import REPOSITORY
 

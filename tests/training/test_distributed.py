@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
-from diffusion.objectives.sobol import spread_points
+from diffusion.objectives.objective import spread_points
 from tests.conftest import REPOSITORY, TINY, run_python
 from tests.faults.children import fit
 

@@ -12,7 +12,7 @@ from transformers import get_cosine_schedule_with_warmup, get_wsd_schedule
 from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_trainer
-from diffusion.training.lr_schedule import lr_factor
+from diffusion.training.optimizers import lr_factor
 from tests.conftest import REPOSITORY
 
 

@@ -8,8 +8,7 @@ from diffusion.datasets.keyed_random import Draw, integers, normal
 from diffusion.families.registry import build_network, training_flops
 from diffusion.objectives.diffusion import Diffusion as Objective
 from diffusion.recipe.schema import DiffusionSettings, Model, Schedule
-from diffusion.training.metrics import LossAtTimes
-from diffusion.training.model import Outputs, TextToImage
+from diffusion.training.model import LossAtTimes, Outputs, TextToImage
 
 OBJECTIVE = Objective(DiffusionSettings())
 

@@ -15,7 +15,7 @@ from diffusion.cost.facts import state_bytes
 from diffusion.families.counting.counts import Counter
 from diffusion.families.registry import build_network, family_of
 from diffusion.recipe import RecipeError, load_recipe
-from diffusion.recipe.schema import MuonSettings
+from diffusion.recipe.techniques import MuonSettings
 from diffusion.training.builder import build_trainer
 from diffusion.training.muon import QUINTIC, Muon, newton_schulz, rows_by_part
 from diffusion.training.trainer import lay_out_like_weights
@@ -289,9 +289,9 @@ def test_momentum_is_laid_out_like_its_weight():
 def test_the_plan_knows_that_muon_keeps_one_state():
     with_muon, without = (load_recipe(YAML, ['data.kind=synthetic', f'optimizer.muon={value}']) for value in ('{}', 'null'))
     counts = [Counter.from_file().counts(recipe, activations=False) for recipe in (with_muon, without)]
-    assert counts[1].with_muon == 0
-    assert counts[0].with_muon / counts[0].trained_parameters == pytest.approx(0.345, abs=1e-3)
-    assert state_bytes(100, 'ddp', 'fp32', 1, num_with_muon=60)['optimizer state'] == 8 * 40 + 4 * 60
+    assert counts[1].num_in_matrices == 0
+    assert counts[0].num_in_matrices / counts[0].trained_parameters == pytest.approx(0.345, abs=1e-3)
+    assert state_bytes(100, 'ddp', 'fp32', 1, optimizer=MuonSettings(), num_in_matrices=60)['optimizer state'] == 8 * 40 + 4 * 60
     assert asdict(with_muon.optimizer)['muon'] == asdict(MuonSettings()) == {'momentum': 0.95, 'steps': 5}
 
 

@@ -1,13 +1,15 @@
 """In one process; tests/training/test_distributed.py has two."""
 
+from types import SimpleNamespace
+
 import torch
 from composer.core import Callback
 
-from diffusion.objectives.registry import build_objective
-from diffusion.objectives.sobol import spread_points
+from diffusion.objectives import build_objective
+from diffusion.objectives.objective import spread_points
 from diffusion.recipe import load_recipe
-from diffusion.training.builder import build_algorithms, build_trainer
-from diffusion.training.spread_times import SpreadTimes
+from diffusion.training.builder import build_trainer
+from diffusion.training.global_batch import SpreadTimes, global_batch_algorithms
 from tests.conftest import REPOSITORY
 
 
@@ -51,7 +53,7 @@ def test_each_batch_trains_at_its_points_whatever_the_micro_batch_the_workers_an
 
 
 def test_only_a_recipe_that_asks_for_them_gets_them(recipe):
-    objective = build_objective(recipe.model)
-    assert not any(isinstance(algorithm, SpreadTimes) for algorithm in build_algorithms(recipe, objective))
+    model = SimpleNamespace(objective=build_objective(recipe.model), methods={})
+    assert global_batch_algorithms(recipe, model) == []
     recipe.model.timesteps = 'sobol'
-    assert any(isinstance(algorithm, SpreadTimes) for algorithm in build_algorithms(recipe, objective))
+    assert [type(algorithm) for algorithm in global_batch_algorithms(recipe, model)] == [SpreadTimes]

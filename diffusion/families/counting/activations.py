@@ -4,6 +4,7 @@ The network's forward and backward pass run eagerly as they would under CUDA's a
 Compiled steps take less; cuDNN's workspaces and the allocator's gaps take more.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from diffusion.encoders.random_encoders import text_encoders_like, vae_like
 from diffusion.families.adapters import TEXT_TARGETS, add_adapter, let_gradients_reach, store_frozen_in_bf16
-from diffusion.families.counting.live_storages import LiveStorages
 from diffusion.families.family import Config, Family
 from diffusion.families.networks import find_network
 from diffusion.families.registry import family_of
@@ -41,7 +43,7 @@ class Activations:
 def activations(
     name: str, side: int, precision: str, checkpointed: bool, text_length: int = TEXT_LENGTH, adapter: Adapter | None = None
 ) -> Activations:
-    """Of latents of `side` x `side`, by the recipe's `train.precision` and `train.checkpoint_activations`, and with its `adapter`.
+    """Count those of latents of `side` x `side`, by the recipe's `train.precision` and `train.checkpoint_activations`, and with its `adapter`.
 
     The bf16 copies of the weights, which do not grow with the batch, are left out.
     """
@@ -150,3 +152,34 @@ def as_on_a_gpu(precision: str) -> Iterator[None]:
     patches = {name: in_float32(norm) for name, norm in norms.items()} if precision == 'amp_bf16' else norms
     with torch.autocast('cpu', torch.bfloat16, enabled=precision != 'fp32'), mock.patch.multiple(functional, **patches):
         yield
+
+
+class LiveStorages(TorchDispatchMode):
+    """Within the context `live_bytes` are those of all storages made in it that something still refers to; views count once.
+
+    What a kernel allocates for itself (cuDNN's workspaces) and what an allocator rounds up or leaves unused in between is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self._known: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in [result] if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._count(tensor)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return result
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes()
+        if address not in self._known:
+            self._known[address] = weakref.ref(storage, lambda _: self._forget(address, size))
+            self.live_bytes += size
+
+    def _forget(self, address: int, size: int) -> None:
+        self._known.pop(address, None)
+        self.live_bytes -= size

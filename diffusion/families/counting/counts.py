@@ -22,9 +22,9 @@ from diffusion.encoders.sizes import KINDS
 from diffusion.families.networks import find_network
 from diffusion.recipe import RecipeError
 from diffusion.recipe.keys import MISSING
-from diffusion.recipe.methods import Methods
 from diffusion.recipe.rules import NETWORKS, PIXELS_PER_LATENT, TEXT_LENGTH
 from diffusion.recipe.schema import Adapter, Recipe
+from diffusion.recipe.techniques import Methods, optimizer_of, switched_on
 
 KEPT = Path(__file__).with_name('counts.json')
 # Encoders on the Hub whose architecture encoders/sizes.py knows.
@@ -62,7 +62,7 @@ class Counter:
         return cls(json.loads(KEPT.read_text())['counts'])
 
     def counts(self, recipe: Recipe, activations: bool = True) -> Counts:
-        """For `model.network` at `data.resolution`, `train.precision` and `train.checkpoint_activations`, with its `adapter`.
+        """Count for `model.network` at `data.resolution`, `train.precision` and `train.checkpoint_activations`, with its `adapter`.
 
         Args:
             activations: count them too, also the VAE's, which takes the longest; they are 0 otherwise.
@@ -81,7 +81,8 @@ class Counter:
         side = resolution // downsampling
         what = f'{side} x {side} latents, {text_length} tokens'
         adapter, of_adapter = recipe.adapter, _name_of(recipe.adapter)
-        of_methods = _name_of_methods(recipe.methods)
+        methods = switched_on(recipe.methods).values()
+        of_methods = ''.join(f' {name}' for method in methods if (name := method.changes_flop()))
         (flop,) = self._of(f'{name} flop {what}{of_adapter}{of_methods}', lambda: _flop(network, side, text_length, adapter, recipe.methods))
         trained, saved, peak = parameters, 0, 0
         if activations:
@@ -100,8 +101,8 @@ class Counter:
                 if activations:
                     (text_saved,) = self._of(f'{text} activations {train.precision}', lambda: _text_saved(like, train.precision, adapter))
                     saved, peak = saved + text_saved, peak + text_saved
-        (with_muon,) = [0] if recipe.optimizer.muon is None else self._of(f'{name} matrices', lambda: _matrices(network))
-        return Counts(parameters, trained, flop, saved, peak, latent_channels, encoders, with_muon)
+        (in_matrices,) = self._of(f'{name} matrices', lambda: _matrices(network)) if optimizer_of(recipe).trains_matrices else [0]
+        return Counts(parameters, trained, flop, saved, peak, latent_channels, encoders, in_matrices)
 
     def knows(self, recipe: Recipe) -> bool:
         """Whether what is kept shows that the network can be trained: it was built, with the adapter, and sent a sample; its family agrees."""
@@ -114,7 +115,7 @@ class Counter:
         needs = (
             (bf16, recipe.train.precision == 'bf16'),
             (adapters, recipe.adapter is not None),
-            (tokens, bool(recipe.methods.routing or recipe.methods.alignment)),
+            (tokens, any(method.blocks() for method in switched_on(recipe.methods).values())),
         )
         return flow == (recipe.model.flow is not None) and all(has or not needed for has, needed in needs)
 
@@ -151,17 +152,10 @@ def _encoders_named(like: str) -> str:
 
 
 def _name_of(adapter: Adapter | None) -> str:
-    """What counts depend on; empty without an adapter."""
+    """Name what counts depend on; empty without an adapter."""
     if adapter is None:
         return ''
     return f' {adapter.kind} {adapter.targets} rank {adapter.rank}{" and text" if adapter.text_encoders else ""}'
-
-
-def _name_of_methods(methods: Methods) -> str:
-    """What FLOP depend on; empty without methods that change them."""
-    routing, alignment = methods.routing, methods.alignment
-    text = f' routing {routing.first_block} to {routing.last_block} {routing.keep:g}' if routing is not None else ''
-    return text + (f' alignment {alignment.source} {alignment.revision} {alignment.block} {alignment.width}' if alignment is not None else '')
 
 
 def _like(recipe: Recipe) -> str | None:
@@ -195,7 +189,7 @@ def _digest_of(folder: Path) -> str:
 
 
 def _digest(network: str) -> str:
-    """Of its configuration, so that counts of another one are not taken for its own."""
+    """Digest of its configuration, so that counts of another one are not taken for its own."""
     return hashlib.sha256((NETWORKS / f'{network}.json').read_bytes()).hexdigest()[:8]
 
 
@@ -223,7 +217,7 @@ def _family(network: str) -> Sequence[int]:
 
 
 def _matrices(name: str) -> Sequence[int]:
-    """Parameters that Muon trains."""
+    """Parameters that an optimizer may treat as matrices."""
     import torch
 
     from diffusion.families.registry import build_network, family_of

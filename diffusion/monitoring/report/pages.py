@@ -22,8 +22,6 @@ from diffusion.monitoring.report.run import (
     EVAL,
     EVAL_LOSS,
     GRAD_NORM,
-    LEARNING_RATE,
-    LEARNING_RATE_OF_MUON,
     NOT_BEGUN,
     REMEDY,
     Run,
@@ -33,6 +31,7 @@ from diffusion.monitoring.report.run import (
 from diffusion.monitoring.time_accounts import propose, rows
 from diffusion.recipe.averaging import coverage
 from diffusion.recipe.schema import Ema
+from diffusion.recipe.techniques import LEARNING_RATE
 
 NOT_COMPARED = ('name', 'run_folder', 'checkpoint.folder')  # differ in any two runs
 MEASURED = {
@@ -181,7 +180,7 @@ def headline(run: Run, judged: Mapping[str, Any]) -> list[tuple[str, str]]:
         (dollars[0], format_value(dollars[1], '${:,.3f}')),
         (f'training loss in the last tenth ({counted(num_records, "record")}), ± standard deviation', loss),
         *([('evaluation loss, the last', f'{last[EVAL_LOSS]:.4f}')] if EVAL_LOSS in last else []),
-        ('learning rate', format_value(last.get(LEARNING_RATE, last.get(LEARNING_RATE_OF_MUON)), '{:.2e}')),
+        ('learning rate', format_value(last.get(LEARNING_RATE), '{:.2e}')),
         ('gradient norm', format_value(last.get(GRAD_NORM), '{:.3g}')),
         *([(f'right {field}', format_value(judged.get(field), '{:.1%}')) for field in ('foreground', 'background')] if judged else []),
     ]

@@ -13,8 +13,9 @@ from diffusion.common.images import InlineImage, cells, to_inline
 from diffusion.common.pages import LIGHT, new_figure, page_style, svg
 from diffusion.contracts.errors import RunError
 from diffusion.evaluation.pages.figures import DISTANCES
-from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LEARNING_RATE, LEARNING_RATE_OF_MUON, LOSS, REMEDY, Run
+from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LOSS, REMEDY, Run
 from diffusion.monitoring.time_accounts import Accounts
+from diffusion.recipe.techniques import LEARNING_RATE
 
 MOST_GRIDS = 8  # in a page; the folder has all
 MOST_GENERATED = 16
@@ -24,7 +25,6 @@ PANELS = {
     LOSS: ('training loss', 1),
     EVAL_LOSS: ('evaluation loss', 1),
     LEARNING_RATE: ('learning rate', 1),
-    LEARNING_RATE_OF_MUON: ('learning rate, of Muon and AdamW', 1),
     GRAD_NORM: ('gradient norm, before clipping', 1),
     'throughput/images_per_sec': ('images/s', 1),
     'throughput/mfu': ('MFU, %', 100),

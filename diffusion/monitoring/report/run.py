@@ -23,10 +23,10 @@ from diffusion.evaluation.job.results import with_error
 from diffusion.monitoring.time_accounts import Accounts, account, read_events
 from diffusion.recipe import Duration, any_recipe_from_yaml
 from diffusion.recipe.schema import Cost, RayEncoders
+from diffusion.recipe.techniques import plain_name
 
 T = TypeVar('T')
 LOSS, EVAL_LOSS, GRAD_NORM = 'loss/train/total', 'metrics/eval/loss', 'grad_norm'
-LEARNING_RATE, LEARNING_RATE_OF_MUON = 'lr-AdamW/group0', 'lr-Muon/group0'
 EVAL = 'metrics/eval/'  # begins the names of losses by timestep and of the scores of drawn images, too
 FINAL_SHARE = 0.1  # of the batches: one loss is noisy, and the mean of a whole run says nothing of its end
 NOT_MEASURED, NOT_BEGUN = 'not measured', 'not begun'
@@ -57,7 +57,7 @@ class Run:
     Attributes:
         recipe_text: recipe.yaml.
         recipe: the same, resolved.
-        log: records by batch (`read_log`).
+        log: records by batch (`read_log`), metrics by their `plain_name`.
         events: lines of events.jsonl.
         environment: where it runs: environment.json, empty if it has not begun to train.
     """
@@ -86,7 +86,8 @@ class Run:
             raise RunError(f'{path}: cannot be read: {error}; restore the file') from error
         environment = read_if_present(folder / 'environment.json', Environment)
         recipe = asdict(any_recipe_from_yaml(text, str(path)))
-        return Run(folder, text, recipe, read_log(folder / 'log.jsonl'), list(read_events(folder / EVENTS)), environment)
+        log = [{plain_name(name): value for name, value in record.items()} for record in read_log(folder / 'log.jsonl')]
+        return Run(folder, text, recipe, log, list(read_events(folder / EVENTS)), environment)
 
     @cached_property
     def last(self) -> dict[str, float]:
