@@ -57,7 +57,7 @@ def _score(name: str, meaning: str) -> Any:
 
 
 class ConvertRequest(EngineRequest):
-    """What to convert, and what to leave out."""
+    """Rows to convert, and filters that leave some out."""
 
     source: str = positional('SOURCE', 'folder or URL of captioned images')
     dest: str = positional('DEST', 'folder or URL for the MDS dataset, new or begun by this command')

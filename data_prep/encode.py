@@ -40,7 +40,7 @@ def _pixels(text: str) -> Any:
 
 
 class EncodeRequest(ModelEngineRequest):
-    """What to encode, with which encoders."""
+    """Images to encode, and the encoders."""
 
     source: str = positional('SOURCE', 'image MDS, as data_prep.convert writes it')
     dest: str = positional('DEST', 'folder or URL for the latents MDS, new or begun by this command')

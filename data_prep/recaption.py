@@ -57,7 +57,7 @@ def _pinned(option: str, source: str, revision: str | None) -> EncoderSource:
 
 
 class RecaptionRequest(ModelEngineRequest):
-    """What to caption, with which model, and which captions to use."""
+    """Images to caption, the model, and which of its captions are used."""
 
     source: str = positional('SOURCE', 'image MDS, as data_prep.convert writes it')
     dest: str = positional('DEST', 'folder or URL for the new image MDS, new or begun by this command')

@@ -281,7 +281,7 @@ def _sizes_once_prepared(recipe: AnyRecipe, key: str, name: str, stream: Stream)
 
 
 def network_errors(recipe: Recipe) -> list[str]:
-    """What is wrong with the network: it is built on the meta device, which takes no memory, and sent one sample forward and back."""
+    """Return errors of the network: it is built on the meta device, which takes no memory, and sent one sample forward and back."""
     import torch
 
     from diffusion.families.adapters import add_adapter

@@ -21,7 +21,7 @@ from diffusion.contracts.errors import InputError, refuse_no_model, run_command
 
 
 class GenerateRequest(Prompts):
-    """What to draw, with which model."""
+    """Prompts to draw, and the model that draws them."""
 
     model: Path = positional('MODEL', 'folder that diffusion.export wrote, or a published model of a known family in the diffusers layout')
     out: Path = positional('OUT', 'folder for the images; an earlier result there is replaced')

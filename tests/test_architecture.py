@@ -2,8 +2,10 @@
 
 import ast
 import pkgutil
+import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from importlinter.cli import lint_imports
@@ -56,6 +58,42 @@ def test_no_two_classes_share_a_name():
                 if isinstance(node, ast.ClassDef) and not node.name.startswith('_'):
                     places.setdefault(node.name, []).append(str(path.relative_to(REPOSITORY)))
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_no_files_of_a_room_import_each_other_in_a_circle():
+    """Imports inside functions count: they hide a circle from Python, not from a reader."""
+    for package in ('diffusion', 'data_prep', 'benchmarks'):
+        imports: dict[str, set[str]] = {}
+        for path in (REPOSITORY / package).rglob('*.py'):
+            name = '.'.join(path.relative_to(REPOSITORY).with_suffix('').parts).removesuffix('.__init__')
+            nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.module]
+            imports[name] = {target for node in nodes for target in [node.module, *(f'{node.module}.{one.name}' for one in node.names)]}
+        inside = {name: {other for other in found & imports.keys() if other != name} for name, found in imports.items()}
+        list(TopologicalSorter(inside).static_order())  # raises CycleError with the files of a circle
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    """`Of a process and its children` leaves out its noun, and an English reader reads it twice."""
+    fragments = {'Of', 'That', 'Those', 'As', 'By', 'From', 'For', 'What', 'Whose', 'Who', 'Where', 'In'}
+    found = []
+    for path in [*(REPOSITORY / 'diffusion').rglob('*.py'), *(REPOSITORY / 'data_prep').rglob('*.py'), REPOSITORY / 'train.py']:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+                found += [f'{path}: {text[:60]}'] if text.split()[0] in fragments and 'fleet' not in path.parts else []
+    assert found == []
+
+
+def test_rooms_keep_to_the_lines_that_the_map_grants_them():
+    """Whoever raises a number in docs/map.md says in the commit what a user gets for it; whoever removes lines lowers it."""
+    rows = re.findall(r'^\| `((?:diffusion|data_prep)/[a-z]*/?)` \| ([\d,]+) \|', (REPOSITORY / 'docs' / 'map.md').read_text(), re.MULTILINE)
+    granted = {room: int(lines.replace(',', '')) for room, lines in rows}
+    rooms = {f'{package.__name__}/' for package in (diffusion, data_prep)}
+    for package in (diffusion, data_prep):
+        rooms |= {f'{package.__name__}/{module.name}/' for module in pkgutil.iter_modules(package.__path__) if module.ispkg}
+    assert granted.keys() == rooms
+    for room, lines in granted.items():
+        files = (REPOSITORY / room).glob('*.py') if room.count('/') == 1 else (REPOSITORY / room).rglob('*.py')
+        assert sum(len(path.read_text().splitlines()) for path in files) <= lines, room
 
 
 def _modules(package) -> list[str]:

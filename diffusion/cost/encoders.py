@@ -311,7 +311,7 @@ def offline_from(rows: Sequence[CostRow], other: str, epochs: Number) -> int | N
 
 @dataclass(frozen=True)
 class EncoderBill:
-    """What the encoders of a run have cost so far, paid for whenever it runs, at a price of which an hour of one takes so many units."""
+    """Cost of the encoders of a run so far, paid for whenever it runs, at a price of which an hour of one takes so many units."""
 
     num_encoders: int
     wall_hours: float

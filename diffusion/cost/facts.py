@@ -346,7 +346,7 @@ class Facts:
 
     @property
     def samples(self) -> EvalSamples | None:
-        """What is drawn and scored, by recipes of networks that draw."""
+        """Images drawn and scored, by recipes of networks that draw."""
         return self.recipe.eval.samples if isinstance(self.recipe, Recipe) else None
 
     def score_hours(self, images_per_sec: Number, num_gpus: int) -> Number:

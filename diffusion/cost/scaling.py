@@ -72,7 +72,7 @@ class PredictedRate:
 
     @property
     def interval(self) -> str:
-        """In words; nothing if there is none."""
+        """Interval in words; empty if there is none."""
         if self.low is None or self.high is None:
             return ''
         return f'{self.low:,.1f} to {self.high:,.1f}' if math.isfinite(self.high) else f'{self.low:,.1f} or more'
@@ -161,7 +161,7 @@ class ScalingFit:
 
     @cached_property
     def leave_one_out(self) -> tuple[float | None, ...]:
-        """For each point, what the fit of the others says of its images per second, relative to what was measured, less 1; None without others."""
+        """Images per second of each point by the fit of the others, relative to what was measured, less 1; None without others."""
         misses = []
         for i, point in enumerate(self.points):
             others = self.points[:i] + self.points[i + 1 :]

@@ -52,14 +52,14 @@ class Rate:
 
     @property
     def amount(self) -> str:
-        """In words: of an assumption two digits."""
+        """Rate in words; two digits of an assumption."""
         is_point = self.how == 'assumed' and not is_uncertain(self.images_per_sec)
         return two_digits(median(self.images_per_sec)) if is_point else spread_text(self.images_per_sec)
 
 
 @dataclass(frozen=True)
 class RateSource:
-    """Where the images per second of a recipe come from."""
+    """Origin of the images per second of a recipe."""
 
     text: str  # of the page
     rate: Callable[[int], Rate]  # by number of GPUs

@@ -1,7 +1,7 @@
 """Recipes: what a run is, as data. `load_recipe` is the way in; nothing in this package imports torch."""
 
 from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
-from diffusion.recipe.keys import Duration
+from diffusion.recipe.keys import Duration, to_dict
 from diffusion.recipe.load import (
     RecipeError,
     any_recipe_from_yaml,
@@ -12,7 +12,6 @@ from diffusion.recipe.load import (
     of_another_run,
     recipe_from_yaml,
     refuse_changes,
-    to_dict,
     to_yaml,
 )
 from diffusion.recipe.schema import Recipe

@@ -1,4 +1,4 @@
-"""What the recipe of an autoencoder says (`python -m diffusion.autoencoder`), and what must hold between its keys.
+"""Schema of an autoencoder's recipe (`python -m diffusion.autoencoder`), and what must hold between its keys.
 
 A file is one of these if it has the section `autoencoder`, which stands in place of `model`. Everything else is shared (schema.py).
 """
@@ -98,7 +98,7 @@ AnyRecipe = Recipe | AutoencoderRecipe
 
 
 def autoencoder_names() -> list[str]:
-    """What `autoencoder.network` may be."""
+    """Return the values of `autoencoder.network`."""
     return sorted(path.stem for path in NETWORKS.glob('*.json'))
 
 

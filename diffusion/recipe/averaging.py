@@ -34,7 +34,7 @@ class Profile:
 
     @classmethod
     def of_sigma_rel(cls, sigma_rel: float) -> Profile:
-        """Of gamma by bisection: its width falls from 0.289 at 0 towards 0."""
+        """Find gamma by bisection: its width falls from 0.289 at 0 towards 0."""
         low, high = 0.0, 1 / sigma_rel  # the width is below 1 / (gamma + 2)
         for _ in range(BISECTIONS):
             gamma = (low + high) / 2

@@ -12,6 +12,7 @@ from typing import Any
 
 from diffusion.common.text import did_you_mean
 from diffusion.recipe.autoencoder import AnyRecipe
+from diffusion.recipe.keys import to_dict
 from diffusion.recipe.schema import Recipe
 
 MIN_IMAGES = 16  # drawn for one score, in a run or by diffusion.evaluate; below, no distance between distributions means anything
@@ -37,8 +38,6 @@ class LoggerSpec:
 
 
 def _wandb(recipe: AnyRecipe, run_folder: Path, run_id: str) -> dict[str, Any]:
-    from diffusion.recipe.load import to_dict  # which imports the rules below
-
     # A remote's URL may hold a token, a changed file anything; environment.json has the commit.
     # quiet: no table of last values at the end, which the report has.
     settings = {'disable_git': True, 'disable_code': True, 'quiet': True}
@@ -89,7 +88,7 @@ def loggers_are_there(recipe: AnyRecipe, _: int) -> list[str]:
 
 @dataclass(frozen=True)
 class MetricRequirements:
-    """What a metric compares.
+    """Inputs that a metric compares.
 
     Attributes:
         network: whose features it takes, unless the recipe names another one; none of EMBEDS_CAPTIONS: it takes no other.

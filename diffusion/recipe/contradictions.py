@@ -37,7 +37,7 @@ def contradictions(manifest: Manifest, recipe: AnyRecipe, setting: str, vae_sha2
 
 
 def _unlike_networks(manifest: Manifest, recipe: Recipe, vae_sha256: str | None, geometry: bool) -> list[str]:
-    """What does not fit the network, its encoders or its adapter."""
+    """Return errors: what does not fit the network, its encoders or its adapter."""
     errors: list[str] = []
     missing = [column for column in GEOMETRY_COLUMNS[manifest.kind] if column not in manifest.columns] if geometry else []
     if missing:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def neither_folder_nor_hub_id(source: str) -> str:
-    """What is wrong with the name of a model; empty if it is a folder of this machine or has the form of a Hub id."""
+    """Return what is wrong with the name of a model; empty if it is a folder of this machine or has the form of a Hub id."""
     if Path(source).is_dir() or re.fullmatch(r'[\w.-]+/[\w.-]+', source):
         return ''
     return f"there is no folder '{source}', and a Hub id has the form owner/name"

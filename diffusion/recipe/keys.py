@@ -54,7 +54,7 @@ class Duration(str):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What a key means and may hold.
+    """Meaning and limits of a key.
 
     Args:
         doc: meaning and unit, in one or two sentences; empty where they are the string below the field (`meaning` returns either).
@@ -232,3 +232,12 @@ def _noun(hint: Any, key: Key) -> str:
 def dotted(path: Keys) -> str:
     """Write a path as `optimizer.betas[0]`."""
     return ''.join(f'[{name}]' if isinstance(name, int) else f'.{name}' for name in path).removeprefix('.')
+
+
+def to_dict(settings: Any) -> dict[str, Any]:
+    """Return settings as plain dictionaries, lists and scalars (for W&B's config and JSON)."""
+
+    def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: str(value) if isinstance(value, Duration) else value for name, value in items}
+
+    return dataclasses.asdict(settings, dict_factory=plain)

@@ -3,7 +3,6 @@
 Nothing here imports torch: a typo costs a second, not the start of a cluster.
 """
 
-import dataclasses
 import os
 import time
 import typing
@@ -17,7 +16,7 @@ import yaml
 from diffusion.common.text import counted, print_message, print_page, redacted
 from diffusion.contracts.errors import BAD_INPUT, InputError
 from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
-from diffusion.recipe.keys import Duration, Keys, declared, dotted, options
+from diffusion.recipe.keys import Keys, declared, dotted, options, to_dict
 from diffusion.recipe.merging import merge, without_missing
 from diffusion.recipe.reading import Layer, file_layers, leaves, override_layers, text_layers
 from diffusion.recipe.rules import RULES
@@ -173,15 +172,6 @@ def load_or_exit(
 def to_yaml(recipe: AnyRecipe) -> str:
     """Write the whole recipe, resolved, as YAML that `load_recipe` accepts."""
     return yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True)
-
-
-def to_dict(recipe: AnyRecipe) -> dict[str, Any]:
-    """Return the whole recipe as plain dictionaries, lists and scalars (for W&B's config and JSON)."""
-
-    def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: str(value) if isinstance(value, Duration) else value for name, value in items}
-
-    return dataclasses.asdict(recipe, dict_factory=plain)
 
 
 def changed_fields(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What must hold between the keys of a recipe. Each rule takes the recipe and the number of GPUs and returns errors.
+"""Rules between the keys of a recipe. Each rule takes the recipe and the number of GPUs and returns errors.
 
 The annotation of its parameter `recipe` says which kinds of recipes it is a rule of (`applies` in load.py).
 
@@ -94,7 +94,7 @@ def _wrong_places(places: Mapping[str, str | None]) -> list[str]:
 
 
 def network_names() -> list[str]:
-    """What `model.network` may be."""
+    """Return the values of `model.network`."""
     return sorted(path.stem for path in NETWORKS.glob('*.json'))
 
 

@@ -1,4 +1,4 @@
-"""What a recipe may say: one dataclass a section, one `key(...)` a field with its default, meaning, unit, range and whether a resume may change it.
+"""Schema of recipes: one dataclass a section, one `key(...)` a field with its default, meaning, unit, range and whether a resume may change it.
 
 YAML files are merged strictly into these classes (`load.py`); what relates several keys is checked in `rules.py`.
 `python -m diffusion.check RECIPE` prints the resolved recipe with the texts as comments.
@@ -149,7 +149,7 @@ class OnlineEncoders:
 
 @dataclass
 class CommonData:
-    """What every recipe says of its streams and how they are read."""
+    """Streams and how they are read, in every recipe."""
 
     streams: dict[str, Stream | None] = key(dict, "The training data by name, instead of the base's; null leaves a stream out.", whole=True)
     flip: bool = key(False, 'Mirror half of the images (keyed by seed, epoch and sample); only for `kind: images`.')
@@ -324,7 +324,7 @@ class Cost:
 
 @dataclass
 class CommonRecipe:
-    """What every recipe says, whatever it trains."""
+    """Keys of every recipe, whatever it trains."""
 
     name: str = key(MISSING, 'Name of the run, its folder and its W&B run: letters, digits and . _ - alone.', may_change=True)
     seed: int = key(17, 'The one seed: initial weights, sample order, noise, timesteps, dropout.', low=0, high=LARGEST_SEED)
