@@ -241,6 +241,7 @@ def test_nothing_is_left_to_fill_in():
 
 # To hang on request; to wait for another process, as load.py for the first rank of its node, or for storage or the Hub before the next try.
 MAY_SLEEP = (
+    'fleet.py',  # of the demo, which waits for its processes
     'guards.py',
     'http.py',
     'load.py',

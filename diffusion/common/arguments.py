@@ -1,10 +1,9 @@
 """Argument parsing of commands: the parser, argument types, and arguments that several commands share."""
 
 import argparse
-import re
 from pathlib import Path
 
-from diffusion.common.command_line import LARGEST_SEED, MAX_SIDE_PX, CommandParser
+from diffusion.common.command_line import CommandParser
 
 __all__ = ['CommandParser']  # until every command is declared by diffusion.common.command_line
 
@@ -13,13 +12,6 @@ def positive_int(text: str) -> int:
     """Argparse type: a whole number of at least 1."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at least 1")
-    return int(text)
-
-
-def seed_number(text: str) -> int:
-    """Argparse type: the seed of a random generator."""
-    if not re.fullmatch(r'[0-9]{1,10}', text) or int(text) > LARGEST_SEED:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of at most {LARGEST_SEED:,}")
     return int(text)
 
 
@@ -43,29 +35,6 @@ def non_negative_float(text: str) -> float:
     if not 0 <= value < float('inf'):
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of at least 0")
     return value
-
-
-def guidance_scale(text: str) -> float:
-    """Argparse type: a number of at least 1, which is no guidance."""
-    value = positive_float(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f'{text} is below 1, which is no guidance')
-    return value
-
-
-def image_side(text: str) -> int:
-    """Argparse type: pixels along a side of an image that is drawn."""
-    if positive_int(text) > MAX_SIDE_PX:
-        raise argparse.ArgumentTypeError(f'{text} pixels are more than {MAX_SIDE_PX:,}, the longest side that is drawn')
-    return int(text)
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Argparse type: different names with commas between them."""
-    found = tuple(name.strip() for name in text.split(',') if name.strip())
-    if not found or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f'{text!r} is not a list of different names')
-    return found
 
 
 def gpu_counts(text: str) -> list[int]:

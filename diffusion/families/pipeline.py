@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 from typing_extensions import TypedDict
 
-from diffusion.common.arguments import MAX_SIDE_PX
+from diffusion.common.command_line import MAX_SIDE_PX
 from diffusion.common.files import read_json, replacing_folder
 from diffusion.common.images import grid, save_png
 from diffusion.common.text import first_line

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from diffusion.common.arguments import LARGEST_SEED
+from diffusion.common.command_line import LARGEST_SEED
 from diffusion.recipe.keys import MISSING, Duration, fields_after, key
 from diffusion.recipe.techniques import Methods, Optimizer
 

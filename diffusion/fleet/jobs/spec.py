@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusion.common.arguments import LARGEST_SEED
+from diffusion.common.command_line import LARGEST_SEED
 from diffusion.contracts.errors import InputError
 from diffusion.fleet.jobs.local_inputs import located_inputs
 from diffusion.recipe.keys import MISSING, key
