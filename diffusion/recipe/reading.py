@@ -169,7 +169,9 @@ def trusted(value: Any, origin: str, errors: list[str], path: Keys = ()) -> Any:
     if isinstance(value, dict):
         kept = type(value)()
         for key, inner in value.items():
-            if carries_credentials(str(key), may_be_commit=False) or '${' in str(key):
+            if not _is_utf8(str(key)):
+                errors.append(f'{dotted(path) or "top level"}: the name of a key in it holds half of a character ({origin})')
+            elif carries_credentials(str(key), may_be_commit=False) or '${' in str(key):
                 errors.append(f'{dotted(path) or "top level"}: the name of a key in it holds a secret or a reference ({origin}); write a plain name')
             else:
                 kept[key] = trusted(inner, origin, errors, (*path, key))
@@ -178,6 +180,9 @@ def trusted(value: Any, origin: str, errors: list[str], path: Keys = ()) -> Any:
         return [trusted(inner, origin, errors, path) for inner in value]
     if not isinstance(value, str):
         return value
+    if not _is_utf8(value):
+        errors.append(f'{dotted(path)}: holds half of a character ({origin}); write the character, or \\U0001F600, not \\ud83d\\ude00')
+        return MISSING
     if carries_credentials(value, may_be_commit=bool(path) and path[-1] == 'revision'):
         errors.append(
             f'{dotted(path)}: holds a password, key or signature ({origin}); the recipe is written to logs and into checkpoints: leave it out, and '
@@ -192,6 +197,11 @@ def trusted(value: Any, origin: str, errors: list[str], path: Keys = ()) -> Any:
         )
         return MISSING
     return value
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which JSON can spell and no file, database or validator takes."""
+    return not any('\ud800' <= character <= '\udfff' for character in text)
 
 
 def leaves(layer: dict[Any, Any], path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
