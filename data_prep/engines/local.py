@@ -24,7 +24,7 @@ CONTEXT = multiprocessing.get_context('forkserver')
 WORKER_KILLED = 'a worker process was killed, perhaps for lack of memory'
 
 _count_row: Callable[[], object] | None = None
-"""What `count_row` tells: the progress bar; in a worker, a slot of shared memory, without a lock that a killed process would keep for ever."""
+"""Receiver of `count_row`: the progress bar; in a worker, a slot of shared memory, without a lock that a killed process would keep for ever."""
 
 
 class WorkerKilled(IncompleteError):

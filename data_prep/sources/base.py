@@ -35,12 +35,12 @@ class Row:
     key: str
     url: str
     captions: list[str | None] | None
-    """What the source takes for captions; several describe the same image. None if it has no column of which it knows that; None in place
+    """Captions of the source; several describe the same image. None if it has no column of which it knows that; None in place
     of one of several that is not text."""
     image: bytes | None
     """Encoded image; None if an earlier step already lost it."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """What else the source says of the row, by the source's own names; the same names in all rows of a part."""
+    """Other values of the row, by the source's own names; the same names in all rows of a part."""
     reason: str | None = None
     """Why the row cannot be used, if that is known already."""
     caption_weights: list[float] | None = None
@@ -48,7 +48,7 @@ class Row:
     sha256: str | None = None
     """Digest of the image when it was first converted, if this is not the first time."""
     reencoded: str = ''
-    """What was changed in the image then."""
+    """Change made to the image then."""
 
     def __post_init__(self) -> None:
         self.key, self.url = utf8(self.key), utf8(self.url)

@@ -49,7 +49,7 @@ class CaptionList(NamedTuple):
     caption_column: str
     """'' if it has no column that holds captions."""
     lines: Mapping[str, dict[str, Any]]
-    """By the path of the image below the source."""
+    """Rows by the path of the image below the source."""
 
 
 class ImageFolder(Source):

@@ -20,13 +20,13 @@ from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
 
 HASH = 'sha256'
-"""What data_prep hashes shards with. A shard without it is an error: damage to it could not be noticed."""
+"""Hash of shards that data_prep writes. A shard without it is an error: damage to it could not be noticed."""
 REMEDY = 'copy it again; python -m data_prep.audit says how to have it written again'
 _DIGEST = re.compile('[0-9a-f]{64}')
 _NUMBERED = re.compile(r'(.*shard\.)(\d{5})(\.mds)')
 
 Entry = dict[str, Any]
-"""What index.json says of one shard."""
+"""Entry of index.json about one shard."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ KINDS = {
     'dinov2_with_registers': Kind(Dinov2WithRegistersModel, Dinov2WithRegistersConfig),
     'dinov3_vit': Kind(DINOv3ViTModel, DINOv3ViTConfig),
 }
-"""By `model_type` of config.json. All take images of any size, and put what is no patch before the patches."""
+"""Classes by `model_type` of config.json. All take images of any size, and put what is no patch before the patches."""
 
 
 class PatchFeatures(FrozenPart[Any]):

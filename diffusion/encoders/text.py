@@ -259,7 +259,7 @@ MASKED: dict[str, Callable[[str, str | None], OneEncoder]] = {
     't5': MaskedT5.find,
     'umt5': MaskedUmt5.find,
 }
-"""By `model_type` of text_encoder/config.json. A new one is a line here, and its class above."""
+"""Classes by `model_type` of text_encoder/config.json. A new one is a line here, and its class above."""
 
 
 def find_masked(source: str, revision: str | None) -> OneEncoder:

@@ -15,7 +15,7 @@ from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.text import TextEncoders
 
 Config = Mapping[str, Any]
-"""Of a network: its file in networks/, in diffusers' own terms, without the keys that only this project reads."""
+"""Configuration of a network: its file in networks/, in diffusers' own terms, without the keys that only this project reads."""
 
 
 class Family(ABC):

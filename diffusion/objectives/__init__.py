@@ -12,7 +12,7 @@ from diffusion.objectives.objective import Objective
 from diffusion.recipe.schema import Model
 
 OBJECTIVES: dict[str, Callable[[Any], Objective]] = {'diffusion': Diffusion, 'flow': Flow}
-"""By the name of their section in the recipe's `model`."""
+"""Classes by the name of their section in the recipe's `model`."""
 
 
 def build_objective(model: Model) -> Objective:
