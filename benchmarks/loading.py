@@ -115,7 +115,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_stand_in(folder / 'encoders', 'tiny', words=vocabulary())
-        collate = Collate(FrozenEncoders.load(EncoderSource(str(folder / 'encoders'))).tokenize, seed=0, caption_dropout=0.1)
+        collate = Collate(FrozenEncoders.load(EncoderSource(str(folder / 'encoders'))).text.tokenize, seed=0, caption_dropout=0.1)
         write_latents(folder / 'latents', args.samples)
         jpegs = write_images(folder / 'images', num_images)
 

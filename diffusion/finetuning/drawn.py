@@ -23,7 +23,7 @@ from typing import Any
 from PIL import Image
 
 from data_prep.engines.local import progress_bar
-from diffusion.checkpoints.initial import base_of, load_base_weights
+from diffusion.checkpoints.initial import base_of, load_base
 from diffusion.common.images import save_png
 from diffusion.common.processes import failpoint
 from diffusion.common.storage import Folder, open_folder, scratch_for, write
@@ -150,7 +150,7 @@ class Base:
         if self.network is None:
             network = build_network(self.recipe.model.network)
             with _as_the_only_process():
-                self.settings = load_base_weights(network, self.recipe)
+                self.settings = load_base(network, self.recipe)
             self.network = network.eval()
         return self.network
 

@@ -30,8 +30,7 @@ from diffusion.contracts.errors import CheckpointError, DataError
 from diffusion.contracts.manifest import INDEX_NAME, Manifest
 from diffusion.datasets.sources import INGREDIENTS_NAME, is_prepared, located, where
 from diffusion.datasets.transforms import RECTANGLE, SQUARE
-from diffusion.encoders.text import tokenizer_digests
-from diffusion.encoders.vae import Vae
+from diffusion.encoders.frozen import Vae
 from diffusion.families.registry import family_of, kernels_in_use
 from diffusion.finetuning.drawn import put_drawn, settings_of
 from diffusion.finetuning.photos import conversion_of, read_photos
@@ -128,8 +127,7 @@ def _text_of(recipe: Recipe, section: str, streams: Mapping[str, Stream], images
 
 @cache
 def _text_digests(network: str, source: str, revision: str | None) -> dict[str, str]:
-    text = family_of(network).find_text(source, revision)
-    return {**{name: part.sha256 for name, part in text.parts.items()}, **tokenizer_digests(text)}
+    return family_of(network).find_text(source, revision).digests
 
 
 class _RawData(TypedDict):
