@@ -16,6 +16,7 @@ from diffusion.autoencoding.model import AutoencoderTraining
 from diffusion.autoencoding.networks import attention_shapes, build_autoencoder, init_output_scale
 from diffusion.checkpoints.initial import load_weights
 from diffusion.checkpoints.resume import refuse_other_encoders
+from diffusion.common.collective import unwrap_model
 from diffusion.common.images import grid, to_pil
 from diffusion.contracts.batch import Batch
 from diffusion.contracts.errors import EncoderError
@@ -32,12 +33,6 @@ from diffusion.training.micro_batch import micro_size
 from diffusion.training.trainer import Trainer
 
 COLUMNS = 8  # of a grid
-
-
-def unwrap_model(state: State) -> AutoencoderTraining:
-    """The model without its wrapper."""
-    model: Any = getattr(state.model, 'module', state.model)
-    return model
 
 
 class DiscriminatorStart(Callback):
@@ -66,7 +61,7 @@ class LossParts(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         if (state.timestamp.batch.value + 1) % self.every == 0:
-            logger.log_metrics({f'loss/train/{name}': part for name, part in unwrap_model(state).parts.items()})  # type: ignore[misc]
+            logger.log_metrics({f'loss/train/{name}': part for name, part in unwrap_model(state).parts.items()})
 
 
 class ReconstructionGrid(ImageGrid):

@@ -16,7 +16,7 @@ from diffusion.common.storage import open_folder
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError, ManifestError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest, identity
-from diffusion.datasets.shards import Disagreement, basename, disagreements, disagreements_of_streams, other_columns, read_index
+from diffusion.datasets.shards import Disagreement, disagreements, disagreements_of_streams, other_columns, read_index
 from diffusion.recipe.autoencoder import AnyRecipe
 from diffusion.recipe.contradictions import contradictions, is_bucket_name
 from diffusion.recipe.schema import Stream, present
@@ -243,15 +243,15 @@ def _read(dataset: str, name: str, stream: Stream) -> StreamSource:
     remedy = 'copy the dataset again, or make it again'
     try:
         index = place.read(INDEX_NAME)
-        entries = read_index(index)
+        listed = read_index(index)
     except FileNotFoundError as error:
         raise DataError(f'stream {name}: {folder}/{INDEX_NAME} does not exist; {remedy}') from error
     except ValueError as error:
         raise DataError(f'stream {name}: {folder}/{INDEX_NAME} {error}; {remedy}') from error
-    _agree(name, folder, disagreements(manifest, entries, place))
-    for entry in entries:
-        if difference := other_columns(manifest, entry):
-            raise DataError(f'stream {name}: {folder}/{basename(entry)}: has the columns {difference}; {remedy}')
+    _agree(name, folder, disagreements(manifest, listed, place))
+    for shard in listed:
+        if difference := other_columns(manifest, shard):
+            raise DataError(f'stream {name}: {folder}/{shard.basename}: has the columns {difference}; {remedy}')
     if is_prepared(stream):  # by another machine's arithmetic its latents would differ in their last bits: it is what it was made of
         return StreamSource(dataset, stream, manifest, index, hashlib.sha256(place.read(INGREDIENTS_NAME)).hexdigest())
     return StreamSource(dataset, stream, manifest, index, identity(index, place.read(MANIFEST_NAME)))

@@ -15,13 +15,13 @@ from composer.utils import dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from diffusion.common.collective import on_first_rank
+from diffusion.common.collective import on_first_rank, unwrap_model
 from diffusion.common.files import replacing
 from diffusion.common.stopwatch import phase
 from diffusion.common.text import counted
 from diffusion.contracts.batch import Sample
 from diffusion.contracts.errors import EncoderError
-from diffusion.datasets.collate import stacked
+from diffusion.datasets.loader import stacked
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.evaluation.features.extractors import Extractor, TextExtractor, load_extractors
 from diffusion.evaluation.job.images import Prompt
@@ -137,7 +137,7 @@ class SampleScores(AtIntervals):
 
     def _drawn_features(self, state: State) -> dict[str, dict[str, Tensor]]:
         """(N, D) float32 features of the drawn images on the CPU, by network and name, in the order of the prompts."""
-        model: Any = getattr(state.model, 'module', state.model)
+        model = unwrap_model(state)
         was_training = model.training
         model.eval()
         rank, ranks = dist.get_global_rank(), dist.get_world_size()

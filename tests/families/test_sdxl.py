@@ -16,8 +16,8 @@ from diffusion.checkpoints.initial import load_weights
 from diffusion.checkpoints.reading import read_checkpoint
 from diffusion.checkpoints.resume import find_newest
 from diffusion.contracts.errors import CheckpointError, EncoderError
-from diffusion.datasets.collate import Collate
 from diffusion.datasets.keyed_random import Draw, normal
+from diffusion.datasets.loader import Collate
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import text_encoders_like
 from diffusion.encoders.text import ClipPair

@@ -168,7 +168,7 @@ def test_the_unconditional_of_sampling_is_the_one_of_caption_dropout(encoders):
     model = build(encoders).eval()
     model.denoise = lambda noisy, t, conditioning: (seen.append(conditioning.text), torch.zeros_like(noisy))[1]
     model.generate(['a red circle'], resolution=32, guidance=2.0, steps=1, seed=0)
-    from diffusion.datasets.collate import Collate
+    from diffusion.datasets.loader import Collate
 
     sample = {'moments': np.zeros((8, 8, 8), np.float16), 'captions': [('a red circle', 1.0)], 'sample_key': (0, 0, 0)}
     dropped = Collate(encoders.text.tokenize, seed=0, caption_dropout=1.0)([sample])
