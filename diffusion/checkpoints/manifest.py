@@ -64,11 +64,7 @@ class CheckpointManifest:
 
     @classmethod
     def parse(cls, content: bytes | str, batch: int) -> Self:
-        """Parse the manifest of `batch`; fields that a later version adds are ignored.
-
-        Raises:
-            ValueError: torn, or the manifest of something else.
-        """
+        """Parse the manifest of `batch`, without fields that a later version adds; raise ValueError if it is torn, or that of something else."""
         try:
             manifest = parse_typed(content.encode() if isinstance(content, str) else content, cls)
         except ValueError as error:

@@ -85,9 +85,10 @@ def reconstruct(file: Path, recipe: Recipe, component: str, sigma_rel: float) ->
         )
     weights, residual = solve(batches, profiles, batches[-1], Profile.of_sigma_rel(sigma_rel))
     if residual > LARGEST_RESIDUAL:
+        span = f'batch {batches[0]:,}' if len(batches) == 1 else f'batches {batches[0]:,} to {batches[-1]:,}'
         raise CheckpointError(
             f'--sigma-rel: {sigma_rel:g} is out of reach of the averages in {counted(len(batches), "checkpoint")} of {file.parent} '
-            f'({_spelt(batches)}; sigma_rel={recipe.ema.sigma_rel}): their best sum misses its profile by {residual:.0%}, at most '
+            f'({span}; sigma_rel={recipe.ema.sigma_rel}): their best sum misses its profile by {residual:.0%}, at most '
             f'{LARGEST_RESIDUAL:.0%} may be. Ask for a width nearer to those, or keep more checkpoints (checkpoint.keep_every)'
         )
     summed: dict[str, dict[str, Tensor]] = {}
@@ -132,7 +133,3 @@ def _whole(file: Path, recipe: Recipe, among: set[int] | None = None) -> Iterato
             raise CheckpointError(f'{path}: is of another run, with ema.sigma_rel={ema.sigma_rel}; move it away')
         if num_averages(state) == len(ema.sigma_rel):
             yield batches_trained(state), state
-
-
-def _spelt(batches: Sequence[int]) -> str:
-    return f'batch {batches[0]:,}' if len(batches) == 1 else f'batches {batches[0]:,} to {batches[-1]:,}'

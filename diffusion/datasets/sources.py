@@ -185,11 +185,7 @@ def read_sources(
 
 
 def batches_per_epoch(recipe: AnyRecipe, sizes: Sizes, streams: Mapping[str, Stream]) -> int:
-    """Whole batches that an epoch of the training data fills.
-
-    Raises:
-        ManifestError: none.
-    """
+    """Whole batches that an epoch of the training data fills; raises ManifestError if there is none."""
     size = recipe.batch.global_size
     if recipe.data.aspect_buckets:
         num_samples = sum(share.chosen for share in shares(sizes, streams, size, training=True).values())
@@ -219,11 +215,7 @@ def too_few(recipe: AnyRecipe, num_samples: int) -> str:
 
 
 def store_text(sources: Mapping[str, StreamSource]) -> bool:
-    """Whether the datasets store text embeddings.
-
-    Raises:
-        ManifestError: some do and some do not.
-    """
+    """Whether the datasets store text embeddings; raises ManifestError if only some do."""
     without = [name for name, source in sources.items() if not source.manifest.text_encoder]
     if without and len(without) < len(sources):
         raise ManifestError(f'streams {", ".join(without)} store no text embeddings and the others do; encode all of them alike')

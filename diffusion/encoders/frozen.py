@@ -138,11 +138,7 @@ class FrozenEncoders:
         return found
 
     def read(self, images: bool, text: bool) -> None:
-        """Load what this process is going to use now, rather than in the middle of its first step.
-
-        Raises:
-            EncoderError: as `find`.
-        """
+        """Load what this process is going to use now, rather than in the middle of its first step; raises EncoderError as `find`."""
         for part in [*([self.vae] if images else []), *(self.text.parts.values() if text else [])]:
             _ = part.module
 

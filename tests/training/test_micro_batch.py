@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from diffusion.cost.facts import divisors
+from diffusion.encoders.text import TextEncoders
 from diffusion.families.registry import build_network
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training import micro_batch
@@ -50,7 +51,7 @@ def test_the_batch_that_is_tried_is_one_that_trains(kind, timesteps, overrides, 
     batch = blank_batch(3, recipe, model)
     assert model(batch).prediction.shape == (3, 4, *[32 // encoders.vae.downsampling] * 2)
     assert ('images' in batch) == (kind == 'images')
-    monkeypatch.delattr(type(encoders), 'encode_text')  # a dataset with encoded captions: the text encoder takes no memory
+    monkeypatch.delattr(TextEncoders, 'encode')  # a dataset with encoded captions: the text encoder takes no memory
     assert model(blank_batch(3, recipe, model, text_stored=True)).prediction.shape == (3, 4, *[32 // encoders.vae.downsampling] * 2)
 
 
