@@ -24,18 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_prep.crawling.crawled_shard import (
-    FAILED,
-    SUCCESS,
-    SUFFIXES,
-    CrawlTask,
-    ShardWriter,
-    may_pass,
-    reasons,
-    shard_name,
-    too_large,
-    write_rows,
-)
+from data_prep.crawling.crawled_shard import FAILED, SUCCESS, SUFFIXES, CrawlTask, ShardWriter, may_pass, reasons, shard_name, too_large, write_rows
 from data_prep.crawling.fetch import PRIVATE, Fetching
 from data_prep.engines.local import WORKER_KILLED, WorkerKilled, in_processes, progress_bar
 from data_prep.mds.job import Job, Share, Tally
