@@ -1,28 +1,25 @@
 """An MDS dataset of images to one of latents: shards are read, decoded and resized one at a time in each process, then encoded, and written."""
 
-from __future__ import annotations
-
 import io
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data_prep.engines.batches import BatchWork, ShardMessages
-from data_prep.engines.engine import Engine
-from data_prep.engines.local import IN_THIS_PROCESS, LocalEngine
-from data_prep.mds.dataset import Dataset
-from data_prep.mds.job import ALONE, Job, Share, Tally
-from data_prep.mds.parts import Columns, PartEnd, PartsWriting
+from data_prep.engines.batches import Batch, BatchWork, PartEnd
+from data_prep.engines.engine import IN_THIS_PROCESS, Engine, LocalEngine
+from data_prep.mds.dataset import Columns, Dataset, PartWriter
+from data_prep.mds.job import ALONE, Share, Tally
 from data_prep.sources.folder import open_source
 from data_prep.sources.mds import find_images
-from diffusion.common.storage import Folder, open_folder, write
+from diffusion.common.storage import open_folder, write
 from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest
 from diffusion.cost.hardware import own_device
@@ -39,95 +36,6 @@ BUCKET = 'bucket'  # the resolution of each aspect bucket, as the dataset's reco
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """Source and destination, and what each stream holds."""
-
-    source: Folder
-    job: Job
-    sizes: Mapping[str, tuple[int, int]]
-    """Width and height of each stream, in pixels."""
-    by_bucket: bool
-    """Whether an image stays in the stream that it is in; otherwise it goes into each."""
-    columns: Mapping[str, Columns]
-    shard_bytes: int
-
-    def sizes_of(self, shard: Shard) -> Mapping[str, tuple[int, int]]:
-        """The streams that a shard's images go into."""
-        return {shard.stream: self.sizes[shard.stream]} if self.by_bucket else self.sizes
-
-
-@dataclass(frozen=True)
-class Pixels:
-    """A batch of one part and one stream: (B, 3, H, W) uint8, and the rows they are of."""
-
-    part: Shard
-    stream: str
-    images: Tensor
-    rows: list[dict[str, Any]]
-
-    def pin_memory(self) -> Pixels:
-        """Pin the tensors for the DataLoader, which finds none in a class by itself."""
-        return replace(self, images=self.images.pin_memory())
-
-
-Message = Pixels | PartEnd | Exception
-"""About a part, in this order: its batches and its end; or the error that reading it met."""
-
-
-class PixelsOfShards(ShardMessages):
-    """Messages about all rows of some shards."""
-
-    def __init__(self, encoding: Encoding, shards: Sequence[Shard], batch_size: int):
-        super().__init__(encoding.job, shards)
-        self.encoding, self.batch_size = encoding, batch_size
-
-    def of_shard(self, shard: Shard, scratch: Path) -> Iterator[Pixels | PartEnd]:
-        sizes = self.encoding.sizes_of(shard)
-        waiting: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {stream: [] for stream in sizes}
-        failures = []
-        for row in read_shard(self.encoding.source, shard, scratch):
-            content = row.pop('image')
-            for stream, size in sizes.items():
-                try:
-                    if row['width'] < size[0] or row['height'] < size[1]:
-                        raise ImageError(f'short side below {size[0]} px' if size[0] == size[1] else 'smaller than its aspect bucket')
-                    pixels, crop = covered(content, *size)
-                    geometry = {'size': np.array((row['original_height'], row['original_width']), np.int32), 'crop': np.array(crop, np.int32)}
-                    waiting[stream].append((pixels, {**row, **geometry}))
-                except ImageError as error:
-                    failures.append((row['key'], row.get('url', ''), str(error)))
-                if len(waiting[stream]) == batch_at(size, self.batch_size):
-                    yield _batch(shard, stream, waiting[stream])
-                    waiting[stream] = []
-        yield from (_batch(shard, stream, rest) for stream, rest in waiting.items() if rest)
-        yield PartEnd(shard, failures)
-
-
-def batch_at(size_px: tuple[int, int], batch_size: int) -> int:
-    """Images a pass: as many pixels as `batch_size` squares of 256 px have, or fewer."""
-    return max(1, min(batch_size, batch_size * 256**2 // math.prod(size_px)))
-
-
-def _batch(shard: Shard, stream: str, waiting: list[tuple[Tensor, dict[str, Any]]]) -> Pixels:
-    return Pixels(shard, stream, torch.stack([pixels for pixels, _ in waiting]), [row for _, row in waiting])
-
-
-class Writing(PartsWriting):
-    """Writes the parts of an encoding."""
-
-    def write(self, batch: Pixels, moments_on_device: Tensor, embeddings_on_device: Mapping[str, Tensor]) -> None:
-        """Write an encoded batch; the tensors may not be computed yet."""
-        writer, moments = self.writer(batch.part), moments_on_device.cpu().numpy()
-        embeddings = {column: encoded.cpu().numpy() for column, encoded in embeddings_on_device.items()}
-        for i, row in enumerate(batch.rows):
-            if not np.isfinite(moments[i]).all():
-                writer.drop(row['key'], row.get('url', ''), 'latents not finite')
-                continue
-            values = {**row, 'moments': moments[i], **{column: encoded[i] for column, encoded in embeddings.items()}}
-            writer.keep({column: values[column] for column in self.columns[batch.stream]}, batch.stream)
-
-
-@dataclass(frozen=True)
 class Encoders:
     """The VAE and, if captions are stored too, the text encoders of one process."""
 
@@ -138,12 +46,8 @@ class Encoders:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
-    def find(cls, location: EncoderSource, network: str | None) -> Encoders:
-        """Configurations and tokenizers; weights are read when they are first used.
-
-        Raises:
-            EncoderError: they cannot be read.
-        """
+    def find(cls, location: EncoderSource, network: str | None) -> Self:
+        """Configurations and tokenizers; weights are read when they are first used. Raises EncoderError: they cannot be read."""
         where = location.source, location.revision
         return cls(location, network, Vae.find(*where), None if network is None else family_of(network).find_text(*where))
 
@@ -153,18 +57,18 @@ class Encoders:
             part.to(device)
             _ = part.module
 
-    @property
-    def text_sha256(self) -> str | None:
-        return None if self.text is None else ', '.join(part.sha256 for part in self.text.parts.values())
+    def digests(self) -> dict[str, str | None]:
+        """Digests of what is loaded, as DEST's record has them."""
+        found: dict[str, str | None] = {'vae_sha256': self.vae.sha256, 'text_encoder_sha256': None}
+        if self.text is not None:
+            found['text_encoder_sha256'] = ', '.join(part.sha256 for part in self.text.parts.values())
+            found['tokenizers_sha256'] = ', '.join(tokenizer_digests(self.text).values())
+        return found
 
-    @property
-    def tokenizers_sha256(self) -> str | None:
-        return None if self.text is None else ', '.join(tokenizer_digests(self.text).values())
-
-    def encode(self, batch: Pixels) -> tuple[Tensor, dict[str, Tensor]]:
-        """(B, 2C, h, w) float16 moments, and the captions by column. Of several threads one encodes at a time."""
+    def encode(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """(B, 2C, h, w) float16 moments of (B, 3, H, W) uint8, and the captions by column. Of several threads one encodes at a time."""
         with self._lock:
-            moments = self.vae.encode(batch.images.to(self.vae.device, non_blocking=True)).half()
+            moments = self.vae.encode(batch.inputs['images'].to(self.vae.device, non_blocking=True)).half()
             return moments, {} if self.text is None else encode_captions(self.text, [row['caption'] for row in batch.rows])
 
     def __reduce__(self) -> Any:
@@ -177,52 +81,67 @@ def encode_captions(text: TextEncoders, captions: Sequence[str]) -> dict[str, Te
 
 
 @dataclass(frozen=True)
-class EncodeWork(BatchWork[Message]):
+class EncodeWork(BatchWork):
     """Encodes shards of images; each becomes a part."""
 
     label = 'encode'
 
-    encoding: Encoding
     encoders: Encoders
-    batch_size: int
-
-    @property
-    def reads(self) -> Folder:
-        return self.encoding.source
-
-    @property
-    def writes(self) -> Folder:
-        return self.encoding.job.dest
+    sizes: Mapping[str, tuple[int, int]]
+    """Width and height of each stream, in pixels."""
+    by_bucket: bool
+    """Whether an image stays in the stream that it is in; otherwise it goes into each."""
 
     @property
     def device(self) -> torch.device:
         return self.encoders.vae.device
 
-    def read(self, shards: Sequence[Shard]) -> PixelsOfShards:
-        return PixelsOfShards(self.encoding, shards, self.batch_size)
-
-    def writing(self) -> Writing:
-        return Writing(self.encoding.job, self.encoding.columns, self.encoding.shard_bytes)
-
-    def step(self, writing: Writing, batch: Pixels) -> None:
-        writing.submit(writing.write, batch, *self.encoders.encode(batch))
-
     def load(self, device: torch.device) -> None:
         """The encoders are read from their location, and have to be those that the dataset was begun with."""
         self.encoders.load(device)
-        encoders = self.encoders
-        for name, sha256 in (('vae', encoders.vae.sha256), ('text_encoder', encoders.text_sha256), ('tokenizers', encoders.tokenizers_sha256)):
-            begun_with = self.encoding.job.settings.get(f'{name}_sha256')
+        for name, sha256 in self.encoders.digests().items():
+            begun_with = self.job.settings.get(name)
             if sha256 != begun_with:
-                raise EncoderError(f'{self.encoders.location.source}: {name} has SHA-256 {sha256}, the dataset was begun with {begun_with}')
+                what = name.removesuffix('_sha256')
+                raise EncoderError(f'{self.encoders.location.source}: {what} has SHA-256 {sha256}, the dataset was begun with {begun_with}')
 
-    def pack(self, message: Message) -> Any:
-        """Arrays: Ray moves their memory without a copy, and pickles tensors."""
-        return replace(message, images=message.images.numpy()) if isinstance(message, Pixels) else message  # type: ignore[arg-type]
+    def batches(self, shard: Shard, scratch: Path) -> Iterator[Batch | PartEnd]:
+        sizes = {shard.stream: self.sizes[shard.stream]} if self.by_bucket else self.sizes
+        waiting: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {stream: [] for stream in sizes}
+        failures = []
+        for row in read_shard(self.source, shard, scratch):
+            content = row.pop('image')
+            for stream, size in sizes.items():
+                try:
+                    if row['width'] < size[0] or row['height'] < size[1]:
+                        raise ImageError(f'short side below {size[0]} px' if size[0] == size[1] else 'smaller than its aspect bucket')
+                    pixels, crop = covered(content, *size)
+                    geometry = {'size': np.array((row['original_height'], row['original_width']), np.int32), 'crop': np.array(crop, np.int32)}
+                    waiting[stream].append((pixels, {**row, **geometry}))
+                except ImageError as error:
+                    failures.append((row['key'], row.get('url', ''), str(error)))
+                # As many pixels as `batch_size` squares of 256 px have, or fewer.
+                if len(waiting[stream]) == max(1, min(self.batch_size, self.batch_size * 256**2 // math.prod(size))):
+                    yield _batch(shard, stream, waiting[stream])
+                    waiting[stream] = []
+        yield from (_batch(shard, stream, rest) for stream, rest in waiting.items() if rest)
+        yield PartEnd(shard, failures)
 
-    def unpack(self, packed: Any) -> Message:
-        """Copy what comes from Ray: it cannot be written to, and PyTorch has no such tensors."""
-        return replace(packed, images=torch.from_numpy(packed.images.copy())) if isinstance(packed, Pixels) else packed  # type: ignore[attr-defined]
+    def compute(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.encoders.encode(batch)
+
+    def write(self, writer: PartWriter, batch: Batch, *computed: Any) -> None:
+        moments, embeddings = computed[0].cpu().numpy(), {column: encoded.cpu().numpy() for column, encoded in computed[1].items()}
+        for i, row in enumerate(batch.rows):
+            if not np.isfinite(moments[i]).all():
+                writer.drop(row['key'], row.get('url', ''), 'latents not finite')
+                continue
+            values = {**row, 'moments': moments[i], **{column: encoded[i] for column, encoded in embeddings.items()}}
+            writer.keep({column: values[column] for column in self.columns[batch.stream]}, batch.stream)
+
+
+def _batch(shard: Shard, stream: str, waiting: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
+    return Batch(shard, stream, {'images': torch.stack([pixels for pixels, _ in waiting])}, [row for _, row in waiting])
 
 
 def encode(
@@ -259,7 +178,10 @@ def encode(
     if device is not None:
         encoders.load(device)
     streams = {stream: Manifest.read(f'{source}/{stream}') for stream in made_from.streams} or {'': made_from}
-    sizes = _bucket_sizes(source, streams) if resolutions is None else _squares(resolutions)
+    if resolutions is None:
+        sizes = _bucket_sizes(source, streams)
+    else:  # a single resolution needs no stream
+        sizes = {'' if len(resolutions) == 1 else str(side): (side, side) for side in sorted(set(resolutions))}
     for side in sorted({side for size in sizes.values() for side in size}):
         if side % vae.downsampling:
             raise DataError(f'--resolution {side} is not a multiple of the {vae.downsampling} pixels per latent of {location.source}')
@@ -270,19 +192,20 @@ def encode(
     columns = {stream: columns_of(vae, text, size, several_captions) for stream, size in sizes.items()}
     transform = RECTANGLE if resolutions is None else SQUARE
     family = None if network is None else find_network(network).family  # the same encoders encode otherwise for another family, by a mask for example
-    text_sha256 = encoders.text_sha256
+    digests = encoders.digests()
+    text_sha256, tokenizers = digests['text_encoder_sha256'], {name: digests[name] for name in digests if name.startswith('tokenizers')}
     dataset = Dataset(
         dest=open_folder(dest),
-        parts=list(shards),
-        identify=lambda name: shards[name].fingerprint,
+        parts=shards,
+        identify=lambda shard: shard.fingerprint,
         columns=columns,
         settings={
             'command': 'encode',
             'resolution': BUCKET if resolutions is None else sorted(set(resolutions)),
-            'vae_sha256': vae.sha256,
+            'vae_sha256': digests['vae_sha256'],
             'text_encoder_sha256': text_sha256,
             'text_family': family,
-            **({} if text is None else {'tokenizers_sha256': encoders.tokenizers_sha256}),
+            **tokenizers,
             'transform': transform,
             'batch_size': batch_size,  # the last bits of the moments depend on it
             'shard_bytes': shard_bytes,
@@ -292,23 +215,30 @@ def encode(
             'source': {'path': str(source), 'format': 'image MDS', 'fingerprint_of_source': made_from.source.get('fingerprint')},
             'transform': transform,
             'encoder': vae.described(location.source, location.revision),
-            'text_encoder': {} if text is None else _made_with(text, text_sha256, family),
+            'text_encoder': {}
+            if text is None
+            else {
+                'sha256': text_sha256,
+                'tokenizers': tokenizer_digests(text),
+                'family': family,
+                'empty_caption': EMPTY_CAPTIONS['text_embeddings'],
+                'dtype': 'float16',
+            },
             'captioner': made_from.captioner,
         },
         described_by_stream={
             stream: {'bucket': streams[stream].bucket} if resolutions is None else {'resolution': size[0]} for stream, size in sizes.items()
         },
     )
-    work = EncodeWork(Encoding(folder, dataset.job, sizes, resolutions is None, columns, shard_bytes), encoders, batch_size)
+    work = EncodeWork(folder, dataset.job, columns, shard_bytes, batch_size, encoders, sizes, by_bucket=resolutions is None)
     with dataset.job.begun(first=[in_stream(stream, name) for stream in columns for name in EMPTY_CAPTIONS.values()]):
         if text is not None and not share.merge_only:
-            _write_empty_captions(text, dataset.dest, list(columns))
-        return dataset.complete(lambda names: engine.map(work, [shards[name] for name in names]), share)
-
-
-def _squares(resolutions: list[int]) -> dict[str, tuple[int, int]]:
-    """(width, height) by stream; a single resolution needs none."""
-    return {'' if len(resolutions) == 1 else str(side): (side, side) for side in sorted(set(resolutions))}
+            for column, encoded in encode_captions(text, ['']).items():
+                buffer = io.BytesIO()
+                np.save(buffer, encoded[0].cpu().numpy())
+                for stream in columns:
+                    write(dataset.dest, in_stream(stream, EMPTY_CAPTIONS[column]), buffer.getvalue())
+        return dataset.complete(partial(engine.map, work), share)
 
 
 def _bucket_sizes(source: str | Path, streams: Mapping[str, Manifest]) -> dict[str, tuple[int, int]]:
@@ -343,17 +273,3 @@ def columns_of(vae: Vae, text: TextEncoders | None, size_px: tuple[int, int], se
         if text.pooled_width is not None:
             columns['pooled_embeddings'] = (f'ndarray:float16:{text.pooled_width}', 'the encoded caption as one vector')
     return columns
-
-
-def _made_with(text: TextEncoders, text_sha256: str | None, family: str | None) -> dict[str, Any]:
-    """Section of the manifest about stored text embeddings."""
-    made_by = {'sha256': text_sha256, 'tokenizers': tokenizer_digests(text), 'family': family}
-    return {**made_by, 'empty_caption': EMPTY_CAPTIONS['text_embeddings'], 'dtype': 'float16'}
-
-
-def _write_empty_captions(text: TextEncoders, dest: Folder, streams: list[str]) -> None:
-    for column, encoded in encode_captions(text, ['']).items():
-        buffer = io.BytesIO()
-        np.save(buffer, encoded[0].cpu().numpy())
-        for stream in streams:
-            write(dest, in_stream(stream, EMPTY_CAPTIONS[column]), buffer.getvalue())

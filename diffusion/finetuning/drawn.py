@@ -22,7 +22,7 @@ from typing import Any
 
 from PIL import Image
 
-from data_prep.engines.local import progress_bar
+from data_prep.engines.engine import progress_bar
 from diffusion.checkpoints.initial import base_of, load_base_weights
 from diffusion.common.images import save_png
 from diffusion.common.processes import failpoint

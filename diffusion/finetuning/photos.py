@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from data_prep.converting.buckets import AspectBuckets
 from data_prep.converting.conversion import Options
-from data_prep.converting.filters import Filters
 from data_prep.sources.base import Row
 from data_prep.sources.formats import find_source
 from diffusion.common.storage import scratch_for
@@ -39,7 +38,7 @@ def conversion_of(data: Data) -> Options:
     """How `data_prep` converts images that train at the recipe's resolution: none is enlarged."""
     if data.aspect_buckets:
         return Options(buckets=AspectBuckets(data.resolution))
-    return Options(Filters(min_side_px=data.resolution))
+    return Options(min_side_px=data.resolution)
 
 
 def read_photos(photos: Photos, data: Data, key: str = 'photos') -> list[Photo]:
