@@ -19,7 +19,7 @@ from data_prep.mds.dataset import Columns, Dataset, PartWriter
 from data_prep.mds.job import ALONE, Share, Tally
 from data_prep.sources.folder import open_source
 from data_prep.sources.mds import find_images
-from diffusion.common.storage import open_folder, write
+from diffusion.common.storage import Folder, open_folder, write
 from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest
 from diffusion.cost.hardware import own_device
@@ -120,8 +120,7 @@ class EncodeWork(BatchWork):
                     waiting[stream].append((pixels, {**row, **geometry}))
                 except ImageError as error:
                     failures.append((row['key'], row.get('url', ''), str(error)))
-                # As many pixels as `batch_size` squares of 256 px have, or fewer.
-                if len(waiting[stream]) == max(1, min(self.batch_size, self.batch_size * 256**2 // math.prod(size))):
+                if len(waiting[stream]) == batch_at(size, self.batch_size):
                     yield _batch(shard, stream, waiting[stream])
                     waiting[stream] = []
         yield from (_batch(shard, stream, rest) for stream, rest in waiting.items() if rest)
@@ -138,6 +137,11 @@ class EncodeWork(BatchWork):
                 continue
             values = {**row, 'moments': moments[i], **{column: encoded[i] for column, encoded in embeddings.items()}}
             writer.keep({column: values[column] for column in self.columns[batch.stream]}, batch.stream)
+
+
+def batch_at(size_px: tuple[int, int], batch_size: int) -> int:
+    """Images a pass: as many pixels as `batch_size` squares of 256 px have, or fewer."""
+    return max(1, min(batch_size, batch_size * 256**2 // math.prod(size_px)))
 
 
 def _batch(shard: Shard, stream: str, waiting: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
@@ -193,7 +197,6 @@ def encode(
     transform = RECTANGLE if resolutions is None else SQUARE
     family = None if network is None else find_network(network).family  # the same encoders encode otherwise for another family, by a mask for example
     digests = encoders.digests()
-    text_sha256, tokenizers = digests['text_encoder_sha256'], {name: digests[name] for name in digests if name.startswith('tokenizers')}
     dataset = Dataset(
         dest=open_folder(dest),
         parts=shards,
@@ -203,9 +206,9 @@ def encode(
             'command': 'encode',
             'resolution': BUCKET if resolutions is None else sorted(set(resolutions)),
             'vae_sha256': digests['vae_sha256'],
-            'text_encoder_sha256': text_sha256,
+            'text_encoder_sha256': digests['text_encoder_sha256'],
             'text_family': family,
-            **tokenizers,
+            **{name: digest for name, digest in digests.items() if name == 'tokenizers_sha256'},
             'transform': transform,
             'batch_size': batch_size,  # the last bits of the moments depend on it
             'shard_bytes': shard_bytes,
@@ -215,15 +218,7 @@ def encode(
             'source': {'path': str(source), 'format': 'image MDS', 'fingerprint_of_source': made_from.source.get('fingerprint')},
             'transform': transform,
             'encoder': vae.described(location.source, location.revision),
-            'text_encoder': {}
-            if text is None
-            else {
-                'sha256': text_sha256,
-                'tokenizers': tokenizer_digests(text),
-                'family': family,
-                'empty_caption': EMPTY_CAPTIONS['text_embeddings'],
-                'dtype': 'float16',
-            },
+            'text_encoder': {} if text is None else text_encoder_facts(text, family),
             'captioner': made_from.captioner,
         },
         described_by_stream={
@@ -233,11 +228,7 @@ def encode(
     work = EncodeWork(folder, dataset.job, columns, shard_bytes, batch_size, encoders, sizes, by_bucket=resolutions is None)
     with dataset.job.begun(first=[in_stream(stream, name) for stream in columns for name in EMPTY_CAPTIONS.values()]):
         if text is not None and not share.merge_only:
-            for column, encoded in encode_captions(text, ['']).items():
-                buffer = io.BytesIO()
-                np.save(buffer, encoded[0].cpu().numpy())
-                for stream in columns:
-                    write(dataset.dest, in_stream(stream, EMPTY_CAPTIONS[column]), buffer.getvalue())
+            write_empty_captions(text, dataset.dest, list(columns))
         return dataset.complete(partial(engine.map, work), share)
 
 
@@ -273,3 +264,17 @@ def columns_of(vae: Vae, text: TextEncoders | None, size_px: tuple[int, int], se
         if text.pooled_width is not None:
             columns['pooled_embeddings'] = (f'ndarray:float16:{text.pooled_width}', 'the encoded caption as one vector')
     return columns
+
+
+def text_encoder_facts(text: TextEncoders, family: str | None) -> dict[str, Any]:
+    """Return the section of the manifest about stored text embeddings."""
+    made_by = {'sha256': ', '.join(part.sha256 for part in text.parts.values()), 'tokenizers': tokenizer_digests(text), 'family': family}
+    return {**made_by, 'empty_caption': EMPTY_CAPTIONS['text_embeddings'], 'dtype': 'float16'}
+
+
+def write_empty_captions(text: TextEncoders, dest: Folder, streams: list[str]) -> None:
+    for column, encoded in encode_captions(text, ['']).items():
+        buffer = io.BytesIO()
+        np.save(buffer, encoded[0].cpu().numpy())
+        for stream in streams:
+            write(dest, in_stream(stream, EMPTY_CAPTIONS[column]), buffer.getvalue())

@@ -87,8 +87,8 @@ class Tally:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        counters = {name: Counter(content[name]) for name in ('kept_in', 'dropped', 'notes')}
-        return cls(**counters, min_side_px=content['min_side_px'], num_bytes=content['num_bytes'])
+        kept_in, dropped, notes = (Counter(content[name]) for name in ('kept_in', 'dropped', 'notes'))
+        return cls(kept_in, dropped, notes, content['min_side_px'], content['num_bytes'])
 
 
 @dataclass(frozen=True)

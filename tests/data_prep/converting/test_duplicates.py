@@ -143,8 +143,7 @@ def test_an_image_on_the_skip_list_goes_with_all_its_copies(tmp_path):
 def test_the_filters_decide_which_is_the_first_that_is_usable(tmp_path):
     same = {'bytes': POOL[0], 'path': None}
     put_table(tmp_path / 's/train.parquet', image=[same] * 4, caption=['', 'bad', 'good', 'late'], score=[1.0, 0.0, 1.0, 1.0])
-    filters = Options(conditions=(condition('score > 0.5'),))
-    tally = convert(tmp_path / 's', tmp_path / 'out', Options(filters, duplicates='exact'))
+    tally = convert(tmp_path / 's', tmp_path / 'out', Options(conditions=(condition('score > 0.5'),), duplicates='exact'))
     assert [sample['caption'] for sample in samples(tmp_path / 'out')] == ['good']
     assert tally.dropped == {'empty caption': 1, 'not score > 0.5': 1, REASON: 1}
     with pytest.raises(DataError, match='no column other'):
