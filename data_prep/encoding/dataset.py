@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_prep.engines.batches import Batch, BatchWork, PartEnd
+from data_prep.engines.batches import BatchWork, ImageBatch, PartEnd
 from data_prep.engines.engine import IN_THIS_PROCESS, Engine, LocalEngine
 from data_prep.mds.dataset import Columns, Dataset, PartWriter
 from data_prep.mds.job import ALONE, Share, Tally
@@ -65,7 +65,7 @@ class Encoders:
             found['tokenizers_sha256'] = ', '.join(tokenizer_digests(self.text).values())
         return found
 
-    def encode(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def encode(self, batch: ImageBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """(B, 2C, h, w) float16 moments of (B, 3, H, W) uint8, and the captions by column. Of several threads one encodes at a time."""
         with self._lock:
             moments = self.vae.encode(batch.inputs['images'].to(self.vae.device, non_blocking=True)).half()
@@ -105,7 +105,7 @@ class EncodeWork(BatchWork):
                 what = name.removesuffix('_sha256')
                 raise EncoderError(f'{self.encoders.location.source}: {what} has SHA-256 {sha256}, the dataset was begun with {begun_with}')
 
-    def batches(self, shard: Shard, scratch: Path) -> Iterator[Batch | PartEnd]:
+    def batches(self, shard: Shard, scratch: Path) -> Iterator[ImageBatch | PartEnd]:
         sizes = {shard.stream: self.sizes[shard.stream]} if self.by_bucket else self.sizes
         waiting: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {stream: [] for stream in sizes}
         failures = []
@@ -126,10 +126,10 @@ class EncodeWork(BatchWork):
         yield from (_batch(shard, stream, rest) for stream, rest in waiting.items() if rest)
         yield PartEnd(shard, failures)
 
-    def compute(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(self, batch: ImageBatch) -> tuple[Tensor, dict[str, Tensor]]:
         return self.encoders.encode(batch)
 
-    def write(self, writer: PartWriter, batch: Batch, *computed: Any) -> None:
+    def write(self, writer: PartWriter, batch: ImageBatch, *computed: Any) -> None:
         moments, embeddings = computed[0].cpu().numpy(), {column: encoded.cpu().numpy() for column, encoded in computed[1].items()}
         for i, row in enumerate(batch.rows):
             if not np.isfinite(moments[i]).all():
@@ -144,8 +144,8 @@ def batch_at(size_px: tuple[int, int], batch_size: int) -> int:
     return max(1, min(batch_size, batch_size * 256**2 // math.prod(size_px)))
 
 
-def _batch(shard: Shard, stream: str, waiting: list[tuple[Tensor, dict[str, Any]]]) -> Batch:
-    return Batch(shard, stream, {'images': torch.stack([pixels for pixels, _ in waiting])}, [row for _, row in waiting])
+def _batch(shard: Shard, stream: str, waiting: list[tuple[Tensor, dict[str, Any]]]) -> ImageBatch:
+    return ImageBatch(shard, stream, {'images': torch.stack([pixels for pixels, _ in waiting])}, [row for _, row in waiting])
 
 
 def encode(

@@ -33,7 +33,7 @@ COMMITS_AHEAD = 4  # parts that are being uploaded
 
 
 @dataclass(frozen=True)
-class Batch:
+class ImageBatch:
     """Images of one part and one stream as the model reads them, and the rows they are of."""
 
     part: Shard
@@ -58,7 +58,7 @@ class PartEnd:
     """Key, url and reason of each row left out of a stream."""
 
 
-Message = Batch | PartEnd | Exception
+Message = ImageBatch | PartEnd | Exception
 """About a part, in this order: its batches and its end; or the error that reading it met."""
 
 
@@ -98,15 +98,15 @@ class BatchWork(StreamedWork[Shard, Message, Tally]):
         """Read the model to `device`, in a process of a cluster. Raises EncoderError: it cannot be read, or is not that of the job."""
 
     @abstractmethod
-    def batches(self, shard: Shard, scratch: Path) -> Iterator[Batch | PartEnd]:
+    def batches(self, shard: Shard, scratch: Path) -> Iterator[ImageBatch | PartEnd]:
         """Read a shard: its batches, and the PartEnd."""
 
     @abstractmethod
-    def compute(self, batch: Batch) -> tuple[Any, ...]:
+    def compute(self, batch: ImageBatch) -> tuple[Any, ...]:
         """Compute a batch on the device; what comes back may not be done yet."""
 
     @abstractmethod
-    def write(self, writer: PartWriter, batch: Batch, *computed: Any) -> None:
+    def write(self, writer: PartWriter, batch: ImageBatch, *computed: Any) -> None:
         """Write what was computed of a batch."""
 
     def count(self, item: Shard, result: Tally) -> int:
@@ -154,11 +154,11 @@ class BatchWork(StreamedWork[Shard, Message, Tally]):
 
     def pack(self, message: Message) -> Any:
         """Arrays: Ray moves their memory without a copy, and pickles tensors."""
-        return message.changed(lambda tensor: tensor.numpy()) if isinstance(message, Batch) else message
+        return message.changed(lambda tensor: tensor.numpy()) if isinstance(message, ImageBatch) else message
 
     def unpack(self, packed: Any) -> Message:
         """Copy what comes from Ray: it cannot be written to, and PyTorch has no such tensors."""
-        return packed.changed(lambda array: torch.from_numpy(array.copy())) if isinstance(packed, Batch) else packed
+        return packed.changed(lambda array: torch.from_numpy(array.copy())) if isinstance(packed, ImageBatch) else packed
 
     def _parts(self, messages: Iterable[Message], progress: tqdm | None = None) -> Iterator[Tally]:
         """Tallies of the parts that the messages are about, as they are committed; those of several parts may come mixed."""

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from data_prep.converting.conversion import CAPTIONS
-from data_prep.engines.batches import Batch, BatchWork, PartEnd
+from data_prep.engines.batches import BatchWork, ImageBatch, PartEnd
 from data_prep.engines.engine import IN_THIS_PROCESS, Engine, LocalEngine
 from data_prep.mds.dataset import Columns, Dataset, PartWriter
 from data_prep.mds.job import ALONE, Share, Tally
@@ -93,7 +93,7 @@ class RecaptionWork(BatchWork):
         if found != begun_with:
             raise EncoderError(f'{self.captioner.location.source}: has SHA-256 {found}, the dataset was begun with {begun_with}')
 
-    def batches(self, shard: Shard, scratch: Path) -> Iterator[Batch | PartEnd]:
+    def batches(self, shard: Shard, scratch: Path) -> Iterator[ImageBatch | PartEnd]:
         failures: list[tuple[str, str, str]] = []
         waiting: list[tuple[Image.Image, dict[str, Any]]] = []
         for row in read_shard(self.source, shard, scratch):
@@ -107,12 +107,14 @@ class RecaptionWork(BatchWork):
         yield from self._prepared(shard, waiting, failures)
         yield PartEnd(shard, failures)
 
-    def _prepared(self, shard: Shard, waiting: list[tuple[Image.Image, dict[str, Any]]], failures: list[tuple[str, str, str]]) -> Iterator[Batch]:
+    def _prepared(
+        self, shard: Shard, waiting: list[tuple[Image.Image, dict[str, Any]]], failures: list[tuple[str, str, str]]
+    ) -> Iterator[ImageBatch]:
         """The batch, if it has any images; those that the processor refuses by themselves become failures: some refuse very narrow ones."""
         if not waiting:
             return
         try:
-            yield Batch(shard, shard.stream, self.captioner.prepare([image for image, _ in waiting]), [row for _, row in waiting])
+            yield ImageBatch(shard, shard.stream, self.captioner.prepare([image for image, _ in waiting]), [row for _, row in waiting])
         except Exception as error:  # each processor has its own
             bad = [i for i, (image, _) in enumerate(waiting) if not self._takes(image)]
             if not bad:
@@ -130,10 +132,10 @@ class RecaptionWork(BatchWork):
             return False
         return True
 
-    def compute(self, batch: Batch) -> tuple[list[list[Caption]]]:
+    def compute(self, batch: ImageBatch) -> tuple[list[list[Caption]]]:
         return (self.captioner.captions(batch.inputs, [row['key'] for row in batch.rows]),)
 
-    def write(self, writer: PartWriter, batch: Batch, *computed: Any) -> None:
+    def write(self, writer: PartWriter, batch: ImageBatch, *computed: Any) -> None:
         choice = self.choice
         for row, written in zip(batch.rows, computed[0], strict=True):
             usable = [caption for caption in written if not choice.fault(caption.text)]
