@@ -263,7 +263,7 @@ def check_metadata(
             streams[stream] = own
             shards += listed
             here = open_folder(f'{folder.url}/{stream}') if stream else folder
-            for one in disagreements(own, [shard.entry for shard in listed], here):
+            for one in disagreements(own, listed, here):
                 yield in_stream(stream, one.where), one.detail
             if own.kind == 'latents':
                 yield from ((in_stream(stream, name), detail) for name, detail in _check_latents(here, own))

@@ -189,7 +189,7 @@ class Audit:
         from streaming.base.format.mds.encodings import is_mds_encoding_safe  # imports torch
 
         manifest = self.manifests[shard.stream]
-        if difference := other_columns(manifest, shard.entry):
+        if difference := other_columns(manifest, shard):
             raise InvalidSample('columns are not those of the manifest', difference)
         for name, column in manifest.columns.items():
             if not is_mds_encoding_safe(column['encoding']):

@@ -26,7 +26,7 @@ from diffusion.cost.hardware import own_device
 from diffusion.datasets.decode import ImageError
 from diffusion.datasets.shards import Shard, in_stream, read_shard, shards_by_name
 from diffusion.datasets.transforms import RECTANGLE, SQUARE, covered
-from diffusion.encoders.text import TextEncoders, tokenizer_digests
+from diffusion.encoders.text import TextEncoders
 from diffusion.encoders.vae import Vae
 from diffusion.families.networks import find_network
 from diffusion.families.registry import family_of
@@ -62,7 +62,7 @@ class Encoders:
         found: dict[str, str | None] = {'vae_sha256': self.vae.sha256, 'text_encoder_sha256': None}
         if self.text is not None:
             found['text_encoder_sha256'] = ', '.join(part.sha256 for part in self.text.parts.values())
-            found['tokenizers_sha256'] = ', '.join(tokenizer_digests(self.text).values())
+            found['tokenizers_sha256'] = ', '.join(self.text.tokenizer_digests.values())
         return found
 
     def encode(self, batch: ImageBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -268,7 +268,7 @@ def columns_of(vae: Vae, text: TextEncoders | None, size_px: tuple[int, int], se
 
 def text_encoder_facts(text: TextEncoders, family: str | None) -> dict[str, Any]:
     """Return the section of the manifest about stored text embeddings."""
-    made_by = {'sha256': ', '.join(part.sha256 for part in text.parts.values()), 'tokenizers': tokenizer_digests(text), 'family': family}
+    made_by = {'sha256': ', '.join(part.sha256 for part in text.parts.values()), 'tokenizers': text.tokenizer_digests, 'family': family}
     return {**made_by, 'empty_caption': EMPTY_CAPTIONS['text_embeddings'], 'dtype': 'float16'}
 
 
