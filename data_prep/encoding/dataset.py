@@ -26,8 +26,8 @@ from diffusion.cost.hardware import own_device
 from diffusion.datasets.decode import ImageError
 from diffusion.datasets.shards import Shard, in_stream, read_shard, shards_by_name
 from diffusion.datasets.transforms import RECTANGLE, SQUARE, covered
+from diffusion.encoders.frozen import Vae
 from diffusion.encoders.text import TextEncoders
-from diffusion.encoders.vae import Vae
 from diffusion.families.networks import find_network
 from diffusion.families.registry import family_of
 from diffusion.recipe.schema import EncoderSource
