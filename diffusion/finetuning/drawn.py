@@ -21,7 +21,7 @@ from unittest import mock
 
 from PIL import Image
 
-from data_prep.engines.local import progress_bar
+from data_prep.engines.engine import progress_bar
 from diffusion.checkpoints.initial import base_of, load_base
 from diffusion.common.images import save_png
 from diffusion.common.processes import failpoint
