@@ -54,25 +54,16 @@ class EncoderCounts:
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of one recipe.
-
-    Attributes:
-        trained_parameters: all of the network's, or those of its adapter and of its text encoders' adapters.
-        flop: of the network's forward and backward pass over one sample.
-        saved_bytes, peak_bytes: activations of one sample (diffusion/families/counting/tracing.py).
-        latent_channels: of the network's input.
-        encoders: None where their architecture is not known without their weights.
-        num_in_matrices: parameters that the optimizer treats as matrices; 0 for AdamW.
-    """
+    """Counts of one recipe."""
 
     num_parameters: int
-    trained_parameters: int
-    flop: int
-    saved_bytes: int
-    peak_bytes: int
-    latent_channels: int
-    encoders: EncoderCounts | None
-    num_in_matrices: int = 0
+    trained_parameters: int  # all of the network's, or those of its adapter and of its text encoders' adapters
+    flop: int  # of the network's forward and backward pass over one sample
+    saved_bytes: int  # activations of one sample that are kept for its backward pass (diffusion/families/counting/tracing.py)
+    peak_bytes: int  # at the highest moment
+    latent_channels: int  # of the network's input
+    encoders: EncoderCounts | None  # None where their architecture is not known without their weights
+    num_in_matrices: int = 0  # parameters that the optimizer treats as matrices; 0 for AdamW
 
 
 def load_for_planning(path: str, overrides: Sequence[str]) -> AnyRecipe:
@@ -232,17 +223,12 @@ class EvaluationWork:
 
 @dataclass(frozen=True)
 class Facts:
-    """One recipe and the counts of its networks.
-
-    Attributes:
-        num_images: unique images; None for synthetic data, and where nothing is assumed of their size.
-        images_known: the manifests of the recipe's local data give their number.
-    """
+    """One recipe and the counts of its networks."""
 
     recipe: AnyRecipe
     counts: Counts
-    num_images: Number | None
-    images_known: bool = False
+    num_images: Number | None  # unique images; None for synthetic data, and where nothing is assumed of their size
+    images_known: bool = False  # the manifests of the recipe's local data give their number
 
     @property
     def name(self) -> str:

@@ -84,11 +84,7 @@ def _words(name: str) -> set[str]:
 
 
 def gpu_counts(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list, `8,16,24`; `8..256` and `8,16,...,256` double up to the last.
-
-    Raises:
-        ValueError: something else, or `..` before the first or up to a smaller number.
-    """
+    """Return the numbers of a list, `8,16,24`; `8..256` and `8,16,...,256` double up to the last; ValueError for anything else."""
     counts, doubling = list[int](), False
     for part in text.replace('...', '..').replace('..', ',..,').split(','):
         if part == '..':

@@ -88,17 +88,11 @@ def loggers_are_there(recipe: AnyRecipe, _: int) -> list[str]:
 
 @dataclass(frozen=True)
 class MetricRequirements:
-    """Inputs that a metric compares.
+    """Inputs that a metric compares."""
 
-    Attributes:
-        network: whose features it takes, unless the recipe names another one; none of EMBEDS_CAPTIONS: it takes no other.
-        captions: it compares images with their captions, and needs a network that embeds both.
-        real: it compares drawn with real images.
-    """
-
-    network: str
-    captions: bool = False
-    real: bool = True
+    network: str  # whose features it takes, unless the recipe names another one; none of EMBEDS_CAPTIONS: it takes no other
+    captions: bool = False  # it compares images with their captions, and needs a network that embeds both
+    real: bool = True  # it compares drawn with real images
 
 
 METRICS = {

@@ -74,11 +74,7 @@ PlainSafeLoader.add_implicit_resolver('tag:yaml.org,2002:float', _EXPONENT, list
 
 
 def read_yaml(text: str) -> Any:
-    """Parse YAML into plain data.
-
-    Raises:
-        yaml.YAMLError: it is not YAML, or not of the kind above.
-    """
+    """Parse YAML into plain data; raise yaml.YAMLError if it is not YAML, or not of the kind above."""
     try:
         return yaml.load(text, Loader=PlainSafeLoader)  # noqa: S506 - a subclass of the safe one
     except ValueError as error:

@@ -20,13 +20,9 @@ def plain_name(metric: str) -> str:
 
 
 class Technique:
-    """A section that is null where the technique is off.
+    """A section that is null where the technique is off."""
 
-    Attributes:
-        conflicts: rows of conflicts.py: settings that it cannot be combined with, and the error.
-    """
-
-    conflicts: ClassVar[Mapping[str, str]] = {}
+    conflicts: ClassVar[Mapping[str, str]] = {}  # rows of conflicts.py: settings that it cannot be combined with, and the error
 
     def contradictions(self, recipe: Any) -> list[str]:
         """List what else it contradicts in the recipe, where something is computed: value, limit and remedy."""
