@@ -31,11 +31,8 @@ def expected_stretch(interval_sec: Number, save_sec: Number, between_failures_se
     """Expected wall time over useful time when failures are exponential, exactly: M e^((D + R) / M) (e^((tau + C) / M) - 1) / tau.
 
     The complete model of J. T. Daly, Future Generation Computer Systems 22(3), 2006; `overhead` is its first order, 1 + C / tau its limit without
-    failures. Restarts and saves can fail too. Arguments may be arrays. Infinite where no interval is ever survived.
-
-    Args:
-        interval_sec: tau, work from the end of a save to the begin of the next.
-        between_failures_sec: M, of the whole job; infinite is never.
+    failures. Restarts and saves can fail too. Arguments may be arrays. Infinite where no interval is ever survived. tau: interval_sec,
+    work from the end of a save to the begin of the next; M: between_failures_sec of the whole job, infinite is never.
     """
     segment_sec, per_sec = np.add(interval_sec, save_sec), np.divide(1.0, between_failures_sec)
     with np.errstate(over='ignore'):

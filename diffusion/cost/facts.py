@@ -120,28 +120,18 @@ def num_shards(sharding: str, world_size: int, local_world_size: int) -> int:
 
 
 def state_bytes(
-    num_parameters: int,
-    sharding: str,
-    precision: str,
+    num_parameters: int,  # that are trained
+    sharding: str,  # the recipe's `train.sharding`
+    precision: str,  # and `train.precision`
     num_gpus: int,
     gpus_per_node: int = 8,
-    num_averages: int = 1,
-    accumulates: bool = False,
-    num_frozen: int = 0,
-    optimizer: OptimizerSettings | None = None,
-    num_in_matrices: int = 0,
+    num_averages: int = 1,  # of the weights, on the GPU
+    accumulates: bool = False,  # there are several micro-batches a step; FSDP2 keeps whole gradients until the last of them
+    num_frozen: int = 0,  # parameters of the network that an adapter belongs to, in the precision that they are computed with
+    optimizer: OptimizerSettings | None = None,  # settings that answer for it (`optimizer_of(recipe)`); None is AdamW
+    num_in_matrices: int = 0,  # of the trained ones, parameters that it treats as matrices
 ) -> dict[str, int]:
-    """Return what one GPU holds from step to step or for the length of one, apart from activations, by purpose.
-
-    Args:
-        num_parameters: that are trained.
-        sharding, precision: the recipe's `train.sharding` and `train.precision`.
-        num_averages: of the weights, on the GPU.
-        accumulates: there are several micro-batches a step; FSDP2 keeps whole gradients until the last of them.
-        num_frozen: parameters of the network that an adapter belongs to, in the precision that they are computed with.
-        optimizer: settings that answer for it (`optimizer_of(recipe)`); None is AdamW.
-        num_in_matrices: of the trained ones, parameters that it treats as matrices.
-    """
+    """Return what one GPU holds from step to step or for the length of one, apart from activations, by purpose."""
     shards = num_shards(sharding, num_gpus, min(num_gpus, gpus_per_node))
     share = -(-num_parameters // shards)
     # In bf16, and under zero2 and hsdp without `bf16` the gathered fp32 weights.

@@ -44,10 +44,7 @@ class Profile:
         """Return the share (0..1) of the average after batch `since` that is still in it after batch `until`.
 
         It is integrated over the batches between, so that the interval between updates changes nothing. From one batch to the next, while the average
-        grows, it is EDM2's beta, (1 - 1 / t) ** (gamma + 1).
-
-        Args:
-            since, until: numbers of batches trained, since <= until.
+        grows, it is EDM2's beta, (1 - 1 / t) ** (gamma + 1). Batches are numbers of batches trained, since <= until.
         """
         if since <= 0:
             return 0.0

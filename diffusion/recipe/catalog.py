@@ -20,20 +20,13 @@ MIN_IMAGES = 16  # drawn for one score, in a run or by diffusion.evaluate; below
 
 @dataclass(frozen=True)
 class LoggerSpec:
-    """One of Composer's loggers.
+    """One of Composer's loggers."""
 
-    Args:
-        composer_class: its name in composer.loggers.
-        package: what it imports.
-        extra: of setup.py, which installs that; None: it comes with the rest.
-        has_projects: it needs `log.project`.
-        arguments: of its constructor, from the recipe, its run folder, and an id that stays the same however often the run resumes.
-    """
-
-    composer_class: str
-    package: str
-    extra: str | None
-    has_projects: bool
+    composer_class: str  # its name in composer.loggers
+    package: str  # what it imports
+    extra: str | None  # of setup.py, which installs that; None: it comes with the rest
+    has_projects: bool  # it needs `log.project`
+    # Arguments of its constructor, from the recipe, its run folder, and an id that stays the same however often the run resumes.
     arguments: Callable[[AnyRecipe, Path, str], dict[str, Any]]
 
 

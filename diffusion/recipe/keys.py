@@ -188,11 +188,7 @@ def options(hint: Any) -> tuple[Any, ...]:
 
 
 def known_paths(section: Any, name: str = 'NAME', above: Keys = ()) -> Iterator[Keys]:
-    """Yield every path that the schema declares, sections included.
-
-    Args:
-        name: stands for the names that a file chooses, such as those of its streams.
-    """
+    """Yield every path that the schema declares, sections included; `name` stands for the names that a file chooses, such as those of its streams."""
     for field_name, hint in hints_of(section).items():
         path = (*above, field_name)
         yield path

@@ -92,11 +92,7 @@ def yaml_problem(error: yaml.YAMLError) -> str:
 
 
 def file_layers(path: Path, errors: list[str], above: tuple[str, ...] = ()) -> list[Layer]:
-    """Read a file and those that it is based on, the most basic first.
-
-    Args:
-        above: the real paths of the files by way of which this one is read.
-    """
+    """Read a file and those that it is based on, the most basic first; `above` are the real paths of the files by way of which it is read."""
     name, layers = str(path)[:1000], list[Layer]()
     try:
         text = read_regular(path, MAX_BYTES).decode()

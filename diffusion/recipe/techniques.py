@@ -42,18 +42,12 @@ class MethodSettings(Technique):
 
 
 class OptimizerSettings(Technique):
-    """Attributes:
-    trains_matrices: it treats matrices inside the network's blocks (`Family.matrices`) by themselves, so that they have to be counted.
-    """
+    """An optimizer, which diffusion/training/optimizers.py builds."""
 
-    trains_matrices: ClassVar[bool] = False
+    trains_matrices: ClassVar[bool] = False  # it treats matrices inside the network's blocks (`Family.matrices`) apart: they have to be counted
 
     def state_bytes(self, num_parameters: int, num_in_matrices: int) -> int:
-        """Return the bytes that it keeps from step to step, on a GPU and in checkpoints.
-
-        Args:
-            num_in_matrices: of the parameters, those of such matrices; 0 unless it `trains_matrices`.
-        """
+        """Return the bytes that it keeps from step to step, on a GPU and in checkpoints; `num_in_matrices` is 0 unless it `trains_matrices`."""
         raise NotImplementedError
 
     def summary(self, num_parameters: int, num_in_matrices: int) -> str:
