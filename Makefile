@@ -44,7 +44,7 @@ test: .venv/installed-dev
 	$(PYTEST) || { $(ONCE_MORE); }
 
 test-faults: .venv/installed-dev
-	$(PYTEST) -m '' tests/faults
+	$(PYTEST) -m '' tests/faults || { $(ONCE_MORE) -m '' tests/faults; }
 
 test-fast: .venv/installed-dev
 	$(PYTEST) -m 'not slow and not long'
@@ -56,10 +56,10 @@ test-slurm: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' tests/launch -k slurm
 
 test-all: .venv/installed-dev
-	$(PYTEST) -m ''
+	$(PYTEST) -m '' || { $(ONCE_MORE) -m ''; }
 
 test-oldest: .venv-oldest/installed
-	$(subst $(BIN),.venv-oldest/bin,$(PYTEST))
+	$(subst $(BIN),.venv-oldest/bin,$(PYTEST) || { $(ONCE_MORE); })
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.throughput benchmarks/sweeps/quick-cpu.yaml --out runs/bench/results.jsonl

@@ -9,7 +9,7 @@ from diffusion.autoencoding.losses import training_flops, unweighted
 from diffusion.autoencoding.model import AutoencoderTraining
 from diffusion.autoencoding.networks import PatchDiscriminator, build_autoencoder
 from diffusion.cost.facts import Counts
-from diffusion.families.counting.activations import LiveStorages, as_on_a_gpu, channels_last
+from diffusion.families.counting.tracing import LiveStorages, as_on_a_gpu, channels_last
 from diffusion.recipe.autoencoder import AutoencoderRecipe, AutoencoderSettings
 
 BATCH = 64  # large enough for activations to decide where the peak is, and not the gradients

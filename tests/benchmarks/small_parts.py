@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.checking.cases import Case, CheckPart, NotHere
 from benchmarks.checking.judging import load_predictions
 
-MACHINE = {'commit': 'abc1234', 'torch': '2.7.0', 'gpu': None, 'cpu': 'a CPU', 'num_cores': 2, 'cuda': None, 'python': '3.11', 'date': 'then'}
+MACHINE = {'commit': 'abc1234', 'torch': '2.14.1', 'gpu': None, 'cpu': 'a CPU', 'num_cores': 2, 'cuda': None, 'python': '3.11', 'date': 'then'}
 
 
 PREDICTIONS = """

@@ -35,7 +35,7 @@ def row(num_gpus, images_per_sec, resolution=256, **changes):
         'mfu': images_per_sec / num_gpus * flop / 989e12, 'peak_allocated_bytes': 61_230_000_000, 'peak_reserved_bytes': 70_100_000_000,
         'data_wait_share': 0.004, 'loader_images_per_sec': 24_000.0, 'loader_ratio': 24_000 / images_per_sec, 'warmup_steps': 20, 'measured_steps': 100,
         'measured_sec': 30.0, 'date': '2026-11-20T10:00:00+00:00', 'commit': 'abc1234', 'gpu': 'NVIDIA H200', 'gpu_memory_bytes': 150_000_000_000,
-        'cpu': 'Xeon', 'num_cores': 96, 'torch': '2.7.0', 'cuda': '12.6', 'driver': '550', **changes,
+        'cpu': 'Xeon', 'num_cores': 96, 'torch': '2.14.1', 'cuda': '12.6', 'driver': '550', **changes,
     }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ if deed == 4:
 if deed == 5:
     sys.exit(0)
 (folder / 'environment.json').write_text(json.dumps({'device': 'CPU', 'attention': 'flash', 'micro_batch': 4, 'commit': os.environ.get('FAKE_COMMIT', 'aaa'),
-                                                    'torch': '2.7.0', 'cpu': 'a CPU'}))
+                                                    'torch': '2.14.1', 'cpu': 'a CPU'}))
 with (folder / 'events.jsonl').open('a') as file:
     for batch in (2, 4, 6):
         file.write(json.dumps({'event': 'steps', 'batch': batch, 'sec': {'compute': 16 / (10 + deed)}}) + '\\n')
@@ -404,7 +404,7 @@ def test_old_rows_do_not_pass_for_new_ones(fake, tmp_path, monkeypatch, capsys):
 
     def last_line(deeds, commit, *again):
         monkeypatch.setenv('FAKE_COMMIT', commit)
-        monkeypatch.setattr(throughput, 'environment_apart', lambda without_gpu=False: {'commit': commit, 'torch': '2.7.0'})
+        monkeypatch.setattr(throughput, 'environment_apart', lambda without_gpu=False: {'commit': commit, 'torch': '2.14.1'})
         monkeypatch.setattr(throughput, 'now', lambda: '2026-11-20T10:00:00+00:00')
         monkeypatch.setattr(sys, 'argv', ['throughput', str(write(deeds)), '--out', str(out), *again])
         assert throughput.main() == 0
@@ -412,13 +412,13 @@ def test_old_rows_do_not_pass_for_new_ones(fake, tmp_path, monkeypatch, capsys):
 
     assert last_line([0.0, 0.4], 'aaa').startswith('2 points: ')  # all are new
     assert last_line([0.0, 0.4, 0.6], 'bbb') == (
-        '2 of 3 points were measured before (commit aaa, torch 2.7.0, 2026-11-20); --again measured --again "out of memory" measures again.'
+        '2 of 3 points were measured before (commit aaa, torch 2.14.1, 2026-11-20); --again measured --again "out of memory" measures again.'
     )
     assert last_line([0.0, 0.6], 'ccc') == (
-        '2 of 2 points were measured before (commit aaa, torch 2.7.0, 2026-11-20: 1; commit bbb, torch 2.7.0, 2026-11-20: 1); --again measured measures again.'
+        '2 of 2 points were measured before (commit aaa, torch 2.14.1, 2026-11-20: 1; commit bbb, torch 2.7.0, 2026-11-20: 1); --again measured measures again.'
     )
     assert last_line([0.6, 0.4], 'ccc', '--again', 'measured') == (
-        '1 of 2 points was measured before (commit aaa, torch 2.7.0, 2026-11-20); --again "out of memory" measures again.'
+        '1 of 2 points was measured before (commit aaa, torch 2.14.1, 2026-11-20); --again "out of memory" measures again.'
     )
     assert last_line([0.6], 'ddd', '--again', 'measured').startswith('1 point: ')
 

@@ -97,7 +97,7 @@ def write_evaluation(folder, label='base', shift=0.0, prompts=PROMPTS, image_px=
         'samples': samples,
         'seconds': 43_210.0,
         'images_per_sec': 2.78,
-        'environment': {'device': 'NVIDIA H100 80GB HBM3', 'torch': '2.7.0', 'commit': 'abc1234'},
+        'environment': {'device': 'NVIDIA H100 80GB HBM3', 'torch': '2.14.1', 'commit': 'abc1234'},
     }  # fmt: skip
     rewrite(folder, result)
     return result

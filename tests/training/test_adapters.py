@@ -10,8 +10,8 @@ from data_prep.encoding.dataset import encode
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, weights_by_part
 from diffusion.contracts.errors import CheckpointError, ManifestError
 from diffusion.families.adapters import add_adapter, store_frozen_in_bf16
-from diffusion.families.counting.activations import as_on_a_gpu
 from diffusion.families.counting.counts import Counter
+from diffusion.families.counting.tracing import as_on_a_gpu
 from diffusion.families.registry import FAMILIES, build_network, training_flops
 from diffusion.recipe import Recipe, RecipeError, load_recipe
 from diffusion.recipe.schema import Adapter, EncoderSource
@@ -234,7 +234,7 @@ def test_counts_of_the_real_networks(network, adapter, expected, monkeypatch):
     recipe = Recipe()
     recipe.model.network, recipe.data.resolution, recipe.adapter = network, 512, adapter
     recipe.model.encoders.source = '.'
-    monkeypatch.setattr('diffusion.families.counting.counts._flop', lambda *_: [0])
+    monkeypatch.setattr('diffusion.families.counting.tracing.training_flops', lambda *_: 0)
     assert Counter({}).counts(recipe, activations=False).trained_parameters == expected
 
 
