@@ -80,13 +80,14 @@ def write_page(folders: Sequence[Path], out: Path) -> None:
     grouped = groups(models)
     num_prompts, sheets = _sheets(models)
     autoencoders = [model for model in models if model.autoencoder is not None]
-    kind = 'reconstruction' if len(autoencoders) == len(models) else 'evaluation'
-    what = f'{kind.capitalize()} of {len(models)} {"autoencoders" if kind == "reconstruction" else "models"}'
+    kind, plural = 'evaluation', f'Evaluation of {len(models)} models'
+    if len(autoencoders) == len(models):
+        kind, plural = 'reconstruction', f'Reconstructions of {len(models)} autoencoders'
     render(
         out,
         'evaluation.html',
-        title=f'{models[0].name}: {kind}' if len(models) == 1 else what,
-        heading=models[0].name if len(models) == 1 else what,
+        title=f'{models[0].name}: {kind}' if len(models) == 1 else plural,
+        heading=models[0].name if len(models) == 1 else plural,
         models=models,
         groups=grouped,
         numbers=_headline(models[0]) if len(models) == 1 else [],
