@@ -13,8 +13,8 @@ from streaming import LocalDataset
 
 from diffusion.contracts.errors import EncoderError, InputError
 from diffusion.datasets.decode import open_image
+from diffusion.encoders.frozen import Vae
 from diffusion.encoders.random_encoders import build_vae
-from diffusion.encoders.vae import Vae
 from diffusion.evaluation.job.reconstructing import GAIN, difference, reconstruct
 from diffusion.evaluation.job.request import ReconstructionRequest
 from diffusion.evaluation.pages.page import write_page

@@ -15,7 +15,7 @@ from torchmetrics.functional.image import peak_signal_noise_ratio, structural_si
 
 from diffusion.common.text import did_you_mean
 from diffusion.contracts.errors import EncoderError, InputError
-from diffusion.encoders.vae import pixels_to_unit_range
+from diffusion.encoders.frozen import pixels_to_unit_range
 from diffusion.evaluation.features.lpips import PERCEPTUAL, PerceptualDistance, find_perceptual
 from diffusion.evaluation.features.networks import FeatureNetwork, in_batches, load_extractors, precise
 from diffusion.evaluation.metrics.distances import bootstrap, frechet, gaussian, mean_of
