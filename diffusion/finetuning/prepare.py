@@ -50,7 +50,7 @@ SQUARES_A_PASS = 16  # of 256 px, through the VAE: one image of 1024 px
 LINES_SEC = 60  # between two lines of a rank that waits
 
 
-def prepare(recipe: Recipe) -> None:
+def prepare_streams(recipe: Recipe) -> None:
     """Make the datasets of the streams that name `photos` or `drawn`, unless they are there. All processes of a run call it, before it is built.
 
     The first process of the machine does the work, the others wait without a limit. Several machines do not share it: each would
