@@ -217,7 +217,7 @@ def _encode(photos: Iterable[Photo], source: str, recipe: Recipe, ingredients: M
             for i, (photo, crop) in enumerate(zip(batch, crops, strict=True)):
                 if not np.isfinite(arrays['moments'][i]).all():
                     raise DataError(f'{source}/{photo.key}: its latents are not finite; take it out of the folder, or name another VAE')
-                sample = {'key': photo.key, 'caption': photo.captions[0][0], 'captions': photo.captions}
+                sample: dict[str, Any] = {'key': photo.key, 'caption': photo.captions[0][0], 'captions': photo.captions}
                 sample |= {'size': np.array(photo.size_px[::-1], np.int32), 'crop': np.array(crop, np.int32)}
                 sample |= {column: values[i] for column, values in arrays.items()}
                 writer.write({column: sample[column] for column in columns})
@@ -234,13 +234,13 @@ def _encode(photos: Iterable[Photo], source: str, recipe: Recipe, ingredients: M
         code_version=__version__,
         streams=sorted(filter(None, streams)),
         transform=ingredients['transform'],
-        encoder=vae.described(recipe.model.encoders.source, recipe.model.encoders.revision),
+        encoder=vae.described(recipe.model.encoders.source, recipe.model.encoders.revision),  # type: ignore[arg-type]
         text_encoder={} if text is None else text_encoder_facts(text, find_network(recipe.model.network).family),
     )
     (latents / MANIFEST_NAME).write_text(whole.to_json())
     for bucket, (writer, columns, (width, height)) in streams.items():
         writer.finish()
-        described = {name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in columns.items()}
+        described: dict[str, Any] = {name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in columns.items()}
         size = {'bucket': {'width_px': width, 'height_px': height}} if bucket else {'resolution': width}
         manifest = replace(whole, columns=described, num_samples=kept[bucket], attempted=kept[bucket], streams=[], **size)
         (latents / bucket / MANIFEST_NAME).write_text(manifest.to_json())
