@@ -29,8 +29,8 @@ from diffusion.cost.hardware import own_device
 from diffusion.datasets.decode import ImageError
 from diffusion.datasets.shards import Shard, in_stream, read_shard, shards_by_name
 from diffusion.datasets.transforms import RECTANGLE, SQUARE, covered
-from diffusion.encoders.text import TextEncoders, tokenizer_digests
-from diffusion.encoders.vae import Vae
+from diffusion.encoders.frozen import Vae
+from diffusion.encoders.text import TextEncoders
 from diffusion.families.networks import find_network
 from diffusion.families.registry import family_of
 from diffusion.recipe.schema import EncoderSource
@@ -159,7 +159,7 @@ class Encoders:
 
     @property
     def tokenizers_sha256(self) -> str | None:
-        return None if self.text is None else ', '.join(tokenizer_digests(self.text).values())
+        return None if self.text is None else ', '.join(self.text.tokenizer_digests.values())
 
     def encode(self, batch: Pixels) -> tuple[Tensor, dict[str, Tensor]]:
         """(B, 2C, h, w) float16 moments, and the captions by column. Of several threads one encodes at a time."""
@@ -347,7 +347,7 @@ def columns_of(vae: Vae, text: TextEncoders | None, size_px: tuple[int, int], se
 
 def text_encoder_facts(text: TextEncoders, family: str | None) -> dict[str, Any]:
     """Return the section of the manifest about stored text embeddings."""
-    made_by = {'sha256': ', '.join(part.sha256 for part in text.parts.values()), 'tokenizers': tokenizer_digests(text), 'family': family}
+    made_by = {'sha256': ', '.join(part.sha256 for part in text.parts.values()), 'tokenizers': text.tokenizer_digests, 'family': family}
     return {**made_by, 'empty_caption': EMPTY_CAPTIONS['text_embeddings'], 'dtype': 'float16'}
 
 

@@ -16,11 +16,7 @@ BATCH = 64  # large enough for activations to decide where the peak is, and not 
 
 
 def counts(recipe: AutoencoderRecipe, activations: bool = True) -> Counts:
-    """Count parameters, FLOP and activations.
-
-    Args:
-        activations: count them too; they are 0 otherwise.
-    """
+    """Count parameters, FLOP and, if they are asked for, activations, which are 0 otherwise."""
     settings, side_px = recipe.autoencoder, recipe.data.resolution
     with torch.device('meta'):
         network = build_autoencoder(settings.network)

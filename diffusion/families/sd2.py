@@ -32,5 +32,5 @@ class StableDiffusion2(UNetFamily):
         return network(noisy, t, conditioning.text).sample
 
     def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> Any:
-        network.register_to_config(sample_size=resolution // encoders.downsampling)
+        network.register_to_config(sample_size=resolution // encoders.vae.downsampling)
         return self.assemble(network, encoders, scheduler, safety_checker=None, feature_extractor=None, requires_safety_checker=False)

@@ -40,7 +40,7 @@ class StableDiffusionXL(UNetFamily):
         return config['projection_class_embeddings_input_dim'] - GEOMETRY * config['addition_time_embed_dim']
 
     def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> Any:
-        network.register_to_config(sample_size=resolution // encoders.downsampling)
+        network.register_to_config(sample_size=resolution // encoders.vae.downsampling)
         # What caption dropout trains is the encoded empty caption, not zeros.
         pipeline = self.assemble(network, encoders, scheduler, force_zeros_for_empty_prompt=False, add_watermarker=False)
         # Or its images would have a watermark wherever a certain package is installed.

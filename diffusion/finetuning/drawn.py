@@ -22,7 +22,7 @@ from unittest import mock
 from PIL import Image
 
 from data_prep.engines.local import progress_bar
-from diffusion.checkpoints.initial import base_of, load_base_weights
+from diffusion.checkpoints.initial import base_of, load_base
 from diffusion.common.images import save_png
 from diffusion.common.processes import failpoint
 from diffusion.common.storage import Folder, open_folder, scratch_for, write
@@ -64,7 +64,7 @@ class Base:
         network = build_network(self.recipe.model.network)
         with mock.patch.dict(os.environ):
             os.environ.pop('WORLD_SIZE', None)  # the other processes wait, and take no part in what those that load weights do together
-            self.settings = load_base_weights(network, self.recipe)
+            self.settings = load_base(network, self.recipe)
         return network.eval()
 
     def pipeline(self) -> Any:

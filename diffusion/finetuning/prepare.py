@@ -33,7 +33,7 @@ from diffusion.common.text import print_message
 from diffusion.contracts.errors import CheckpointError, DataError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
 from diffusion.cost.hardware import own_device
-from diffusion.datasets.shards import HASH, basename, read_index
+from diffusion.datasets.shards import HASH, read_index
 from diffusion.datasets.sources import INGREDIENTS_NAME, is_prepared, located, where
 from diffusion.datasets.transforms import RECTANGLE, SQUARE, covered
 from diffusion.encoders.frozen import FrozenEncoders
@@ -93,7 +93,7 @@ def prepare_streams(recipe: Recipe) -> None:
             common = {
                 'resolution': recipe.data.resolution,
                 'transform': RECTANGLE if recipe.data.aspect_buckets else SQUARE,
-                'vae_sha256': encoders.vae_sha256,
+                'vae_sha256': encoders.vae.sha256,
                 'text': _text_facts(recipe, section, encoders) if named and keeps_text else None,
             }
             for name, stream in named.items():
@@ -123,7 +123,7 @@ def _text_facts(recipe: Recipe, section: str, encoders: FrozenEncoders) -> dict[
     trained = recipe.adapter is not None and recipe.adapter.text_encoders
     if trained or not all(Manifest.read(where(stream)).text_encoder for stream in others):
         return None
-    return {'network': recipe.model.network, **{name: part.sha256 for name, part in encoders.text.parts.items()}, **encoders.tokenizer_digests}
+    return {'network': recipe.model.network, **encoders.text.digests}
 
 
 def _prepare_stream(recipe: Recipe, key: str, stream: Stream, ingredients: Mapping[str, Any], encoders: FrozenEncoders) -> None:
@@ -165,11 +165,10 @@ def _prepare_stream(recipe: Recipe, key: str, stream: Stream, ingredients: Mappi
 def _has_all_shards(folder: Path) -> bool:
     """Check names and sizes; contents are compared by their hashes before they are used."""
     try:
-        found = [(index.parent, entry) for index in folder.rglob(INDEX_NAME) for entry in read_index(index.read_bytes())]
+        found = [(index.parent / shard.basename, shard) for index in folder.rglob(INDEX_NAME) for shard in read_index(index.read_bytes())]
     except ValueError:  # damaged
         return False
-    shards = [(place / basename(entry), entry['raw_data']['bytes']) for place, entry in found]
-    return all(shard.is_file() and shard.stat().st_size == num_bytes for shard, num_bytes in shards)
+    return all(path.is_file() and path.stat().st_size == shard.num_bytes for path, shard in found)
 
 
 def _refuse_if_begun(recipe: Recipe, key: str, folder: Path, now: Mapping[str, Any]) -> None:
