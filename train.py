@@ -25,13 +25,13 @@ from diffusion.recipe import Recipe, load_or_exit
 def main(recipe: Recipe) -> int:
     before_imports()
     with preemption.kept(), quick_imports(recipe.train.cpu_threads):
-        from diffusion.finetuning.prepare import prepare
+        from diffusion.finetuning.prepare import prepare_streams
         from diffusion.training.builder import build_trainer, finished, fit
 
     trainer = None
     try:
         preemption.listen()
-        prepare(recipe)
+        prepare_streams(recipe)
         trainer = build_trainer(recipe)
         already = finished(trainer)
         fit(trainer, recipe)

@@ -57,7 +57,7 @@ SLOW = (  # files that start processes, compile, or wait: `make test-fast` leave
     'test_readme', 'demo/test_demo', 'fleet/test_end_to_end', 'demo/test_fleet', 'fleet/test_real', 'fleet/test_worker', 'fleet/test_run', 'fleet/test_attempt', 'demo/test_crawl', 'benchmarks/test_throughput', 'faults/', 'watching/', 'demo/test_lora', 'training/test_compilation',
     'online/', 'data_prep/test_object_storage', 'data_prep/test_kill', 'data_prep/engines/', 'training/test_builder', 'training/test_sharding', 'training/test_distributed',
     'training/test_adapters', 'autoencoding/test_run', 'test_adapter_export', 'finetuning/', 'test_after_training',
-    'serving/test_page', 'serving/test_serve', 'serving/test_studio', 'data_prep/test_download', 'benchmarks/', 'families/test_layouts', 'families/test_counts', 'families/test_prx', 'families/test_sdxl',
+    'serving/test_page', 'serving/test_serve', 'serving/test_image_server', 'data_prep/test_download', 'benchmarks/', 'families/test_layouts', 'families/test_counts', 'families/test_prx', 'families/test_sdxl',
     'common/test_storage', 'common/test_collective', 'data_prep/mds/test_job', 'recipe/test_check', 'datasets/test_strict', 'datasets/test_watched', 'datasets/test_buckets',
     'datasets/test_occurrences', 'test_plan', 'training/test_trainer', 'training/test_spread_times', 'checkpoints/', 'test_yamls', 'cost/test_memory',
     'monitoring/report/', 'monitoring/test_evaluation', 'data_prep/crawling/', 'data_prep/converting/test_duplicates', 'data_prep/test_', 'evaluation/test_processes', 'evaluation/test_evaluate', 'evaluation/test_reconstruct', 'evaluation/test_subject',

@@ -11,7 +11,7 @@ from data_prep.engines.batches import BatchWork
 from diffusion.autoencoding.builder import build_trainer as build_autoencoder_trainer
 from diffusion.contracts.errors import EncoderError, InputError
 from diffusion.cost.hardware import COMPUTE_CAPABILITY, MEMORY_GB, gpu_without_kernels, has_kernels
-from diffusion.finetuning.prepare import prepare
+from diffusion.finetuning.prepare import prepare_streams
 from diffusion.fleet.worker.worker import FleetWorker
 from diffusion.recipe import AutoencoderRecipe, RecipeError, load_recipe
 from diffusion.recipe.load import load_of_kind
@@ -61,13 +61,15 @@ PHOTOS = ['data.kind=latents', 'data.streams={own: {photos: {folder: nowhere}, l
 @pytest.mark.skipif(torch.cuda.is_available(), reason='has a GPU')
 def test_photos_are_not_prepared_for_a_gpu_that_is_not_there(overrides):
     with pytest.raises(RecipeError, match='train.precision: amp_bf16 needs a GPU') as refused:
-        prepare(load_recipe(REPOSITORY / 'yamls/shapes.yaml', [*overrides, *PHOTOS, 'train.precision=amp_bf16', 'train.cudnn_benchmark=true']))
+        prepare_streams(
+            load_recipe(REPOSITORY / 'yamls/shapes.yaml', [*overrides, *PHOTOS, 'train.precision=amp_bf16', 'train.cudnn_benchmark=true'])
+        )
     assert len(refused.value.errors) == 2
 
 
 def test_training_refuses_it_before_photos_are_prepared(blackwell, overrides, tmp_path):
     recipe = load_recipe(REPOSITORY / 'yamls/shapes.yaml', [*overrides, *PHOTOS])
-    for start in (prepare, build_trainer):
+    for start in (prepare_streams, build_trainer):
         with pytest.raises(RecipeError, match=SAID):
             start(recipe)
     vae = load_of_kind(AutoencoderRecipe, REPOSITORY / 'yamls/shapes-vae.yaml', [f'run_folder={tmp_path}/run'], 1, RULES)

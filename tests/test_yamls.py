@@ -1,21 +1,23 @@
 """Every recipe that ships runs: two batches on the CPU, a tiny model in the named one's place, synthetic data."""
 
 import json
+from collections import defaultdict
 
 import pytest
 
 from diffusion.checkpoints.reading import batches_trained, find_checkpoint, read_checkpoint
 from diffusion.families.networks import find_network
-from diffusion.finetuning.prepare import prepare
+from diffusion.finetuning.prepare import prepare_streams
 from diffusion.recipe import load_recipe, to_dict
 from diffusion.recipe.averaging import profiles
+from diffusion.recipe.rules import network_names
 from diffusion.recipe.schema import present
 from diffusion.training.builder import build_trainer, finished
 from tests.conftest import REPOSITORY, read_json
 from tests.methods.test_alignment import write_features
 
 CAPTIONS = [f'a {size} red circle at the left on a blue background' for size in ('large', 'small')]  # the metric shapes takes no others
-TINY = {'sd2': 'tiny', 'sdxl': 'tiny-xl', 'prx': 'tiny-prx'}  # networks by family
+TINY = {find_network(name).family: name for name in network_names() if name.startswith('tiny')}
 ALL = [
     *sorted((REPOSITORY / 'yamls').glob('*.yaml')),
     *sorted((REPOSITORY / 'benchmarks/ablations').glob('*/*.yaml')),
@@ -26,8 +28,8 @@ YAMLS = [path for path in ALL if '\nautoencoder:' not in path.read_text()]  # of
 
 @pytest.fixture
 def bases(base, base_xl):
-    """Tiny whole pipelines by network; PRX, which has no adapters, has the encoders of the first."""
-    return {'tiny': base, 'tiny-xl': base_xl, 'tiny-prx': base}
+    """Tiny whole pipelines by network; families without adapters, such as PRX, take the encoders of the first."""
+    return defaultdict(lambda: base, {'tiny-xl': base_xl})
 
 
 @pytest.mark.parametrize('path', YAMLS, ids=lambda path: f'{path.parent.name}/{path.stem}')
@@ -59,7 +61,7 @@ def test_runs_two_batches(path, overrides, bases, photos, images, tmp_path):
         if named.data.streams.get('class') is not None:
             more += [f'data.streams.class.drawn.{key}' for key in ('prompts=[a, b]', 'num_images=2', 'steps=1', f'cache={tmp_path}/drawn')]
     recipe = load_recipe(path, [*overrides, *squares, *more])
-    prepare(recipe)
+    prepare_streams(recipe)
     trainer = build_trainer(recipe)
     trainer.fit()
     assert finished(trainer)

@@ -36,4 +36,4 @@ def _make_latents(data: str, folder: Path, source: str | None) -> None:
         stage('Draw captioned shapes', [sys.executable, '-m', 'data_prep.shapes', source, '--count', NUM_SHAPES, '--size', RESOLUTION[data]])
     if source is None:
         raise InputError(f'the data of {data} are not in {folder} yet; name the crawl that they are made from: --source FOLDER (docs/evaluation.md)')
-    crawl.prepare(source, folder, RESOLUTION[data], HELD_OUT[data])
+    crawl.prepare_crawl(source, folder, RESOLUTION[data], HELD_OUT[data])

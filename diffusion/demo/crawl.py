@@ -22,7 +22,7 @@ LARGEST_ASPECT_RATIO = 2.0  # of a longer one the square in the middle shows too
 PARTS = ('train', 'held-out')
 
 
-def prepare(source: str, run: Path, resolution: int, share: float, autoencoder_steps: int | None = None) -> None:
+def prepare_crawl(source: str, run: Path, resolution: int, share: float, autoencoder_steps: int | None = None) -> None:
     """Run every stage that is not done.
 
     Args:
@@ -66,7 +66,7 @@ class CrawlRequest(Arguments):
 
 def main() -> None:
     args = CrawlRequest.parse('diffusion.demo.crawl', __doc__)
-    prepare(args.source, args.run, args.resolution, args.held_out, args.autoencoder_steps)
+    prepare_crawl(args.source, args.run, args.resolution, args.held_out, args.autoencoder_steps)
 
 
 if __name__ == '__main__':

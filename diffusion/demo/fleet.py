@@ -51,7 +51,7 @@ COMMAND, LOOPBACK, BUCKET = 'python -m diffusion.fleet', '127.0.0.1', 'fleet'
 SECRET = re.compile(r'(shown once: )(\S+)')
 
 
-def prepare(out: Path, base: Path, num_jobs: int, num_steps: int) -> None:
+def prepare_jobs(out: Path, base: Path, num_jobs: int, num_steps: int) -> None:
     """Photos, the operator's recipe, the jobs."""
     if out.exists() and any(out.iterdir()) and not (out / MARK).exists():
         raise InputError(f'{out}: holds something else than this demo; name another folder with --out')
@@ -104,7 +104,7 @@ def prepare(out: Path, base: Path, num_jobs: int, num_steps: int) -> None:
 def run_demo(out: Path, base: Path, num_jobs: int, num_machines: int, num_steps: int) -> bool:
     """Run the whole demo; True if everything went as it should."""
     start = time.monotonic()
-    prepare(out, base, num_jobs, num_steps)
+    prepare_jobs(out, base, num_jobs, num_steps)
     tokens, machines = out / 'tokens', dict[str, subprocess.Popen[bytes]]()
     operator, owner = ['--token-file', tokens / 'operator'], ['--token-file', tokens / 'studio']
 
@@ -249,7 +249,7 @@ def s3_server() -> Iterator[dict[str, str]]:
     try:
         from moto.server import ThreadedMotoServer
     except ImportError as error:
-        raise InputError("an S3 server is wanted for this: uv pip install -e '.[dev]' brings moto") from error
+        raise InputError("this needs an S3 server: uv pip install -e '.[dev]' brings moto") from error
     logging.getLogger('werkzeug').setLevel(logging.ERROR)  # it prints a line a request otherwise
     moto = ThreadedMotoServer(ip_address=LOOPBACK, port=0, verbose=False)
     moto.start()

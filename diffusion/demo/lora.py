@@ -57,7 +57,7 @@ def write_photos(folder: Path, side_px: int, colour: str = COLOUR, rgb: tuple[in
             (temporary / f'{number}.txt').write_text(named(place, background))
 
 
-def measure(new: Sequence[Image.Image], old: Sequence[Image.Image]) -> dict[str, float]:
+def measure_words(new: Sequence[Image.Image], old: Sequence[Image.Image]) -> dict[str, float]:
     """Shares (0..1) of the images of `new_scenes()` and of `judged_scenes()`.
 
     `word` shows the new word's colour, `word_background` the right background; `old` and `old_background` are the same of prompts of before, and
@@ -108,7 +108,7 @@ def run_demo(recipe_path: Path, overrides: list[str]) -> Path:
     )
     drawn = {name: _images((run / 'generated' / name).glob('[0-9]*.png')) for name in ('before', 'after')}
     found = {name: (images[: len(new)], images[len(new) :]) for name, images in drawn.items()}
-    learned = {name: measure(*images) for name, images in found.items()}
+    learned = {name: measure_words(*images) for name, images in found.items()}
     write_text(run / 'learned.json', json.dumps(learned, indent=1) + '\n')
     write_page(
         run / 'lora.html',

@@ -89,8 +89,14 @@ class Family(ABC):
         """(queries, keys, width of a head) of every attention over latents of `side` x `side`."""
 
     @abstractmethod
-    def pipeline(self, network: nn.Module, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> DiffusionPipeline:
+    def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> Any:
         """The pipeline that `diffusion.export` saves; draws squares of `resolution` pixels unless told otherwise."""
+
+    def assemble(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, **settings: Any) -> Any:
+        """Make the pipeline of its parts, by the names of their folders, and of arguments that its class has besides."""
+        text = {name: part.module for name, part in encoders.text.parts.items()}
+        parts = {'vae': encoders.vae.module, **text, **encoders.text.tokenizers, self.component: network, 'scheduler': scheduler}
+        return self.pipeline_class(**parts, **settings)
 
     def token_blocks(self, network: Any) -> Sequence[nn.Module]:
         """The blocks through which the image's tokens pass one after another, as (B, L, D)."""

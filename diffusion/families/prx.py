@@ -91,14 +91,7 @@ class Prx(Family):
         plain = super().example_conditioning(config, batch, text_length, dtype)
         return plain._replace(mask=torch.ones(batch, text_length, dtype=torch.bool))
 
-    def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> PRXPipeline:
-        vae = encoders.vae.module
-        vae.register_to_config(shift_factor=encoders.vae.shift_factor)  # null in Stable Diffusion's files, and the pipeline adds it to a tensor
-        return PRXPipeline(
-            transformer=network,
-            scheduler=scheduler,  # type: ignore[arg-type]
-            text_encoder=encoders.text.parts['text_encoder'].module,  # type: ignore[arg-type]
-            tokenizer=encoders.text.tokenizers['tokenizer'],
-            vae=vae,
-            default_sample_size=resolution,
-        )
+    def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> Any:
+        # Null in Stable Diffusion's files, and the pipeline adds it to a tensor.
+        encoders.vae.module.register_to_config(shift_factor=encoders.vae.shift_factor)
+        return self.assemble(network, encoders, scheduler, default_sample_size=resolution)

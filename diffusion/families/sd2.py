@@ -31,15 +31,6 @@ class StableDiffusion2(UNetFamily):
     def denoise(self, network: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
         return network(noisy, t, conditioning.text).sample
 
-    def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> StableDiffusionPipeline:
+    def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> Any:
         network.register_to_config(sample_size=resolution // encoders.vae.downsampling)
-        return StableDiffusionPipeline(
-            vae=encoders.vae.module,
-            text_encoder=encoders.text.parts['text_encoder'].module,
-            tokenizer=encoders.text.tokenizers['tokenizer'],
-            unet=network,
-            scheduler=scheduler,  # type: ignore[arg-type]
-            safety_checker=None,
-            feature_extractor=None,
-            requires_safety_checker=False,
-        )
+        return self.assemble(network, encoders, scheduler, safety_checker=None, feature_extractor=None, requires_safety_checker=False)

@@ -39,20 +39,10 @@ class StableDiffusionXL(UNetFamily):
     def pooled_width(self, config: Config) -> int:
         return config['projection_class_embeddings_input_dim'] - GEOMETRY * config['addition_time_embed_dim']
 
-    def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> StableDiffusionXLPipeline:
+    def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> Any:
         network.register_to_config(sample_size=resolution // encoders.vae.downsampling)
-        parts, tokenizers = encoders.text.parts, encoders.text.tokenizers
-        pipeline = StableDiffusionXLPipeline(
-            vae=encoders.vae.module,
-            text_encoder=parts['text_encoder'].module,
-            text_encoder_2=parts['text_encoder_2'].module,
-            tokenizer=tokenizers['tokenizer'],
-            tokenizer_2=tokenizers['tokenizer_2'],
-            unet=network,
-            scheduler=scheduler,  # type: ignore[arg-type]
-            force_zeros_for_empty_prompt=False,  # what caption dropout trains is the encoded empty caption, not zeros
-            add_watermarker=False,
-        )
+        # What caption dropout trains is the encoded empty caption, not zeros.
+        pipeline = self.assemble(network, encoders, scheduler, force_zeros_for_empty_prompt=False, add_watermarker=False)
         # Or its images would have a watermark wherever a certain package is installed.
         pipeline.register_to_config(add_watermarker=False)
         return pipeline

@@ -50,7 +50,7 @@ SQUARES_A_PASS = 16  # of 256 px, through the VAE: one image of 1024 px
 LINES_SEC = 60  # between two lines of a rank that waits
 
 
-def prepare(recipe: Recipe) -> None:
+def prepare_streams(recipe: Recipe) -> None:
     """Make the datasets of the streams that name `photos` or `drawn`, unless they are there. All processes of a run call it, before it is built.
 
     The first process of the machine does the work, the others wait without a limit. Several machines do not share it: each would
@@ -216,7 +216,7 @@ def _encode(photos: Iterable[Photo], source: str, recipe: Recipe, ingredients: M
             for i, (photo, crop) in enumerate(zip(batch, crops, strict=True)):
                 if not np.isfinite(arrays['moments'][i]).all():
                     raise DataError(f'{source}/{photo.key}: its latents are not finite; take it out of the folder, or name another VAE')
-                sample = {'key': photo.key, 'caption': photo.captions[0][0], 'captions': photo.captions}
+                sample: dict[str, Any] = {'key': photo.key, 'caption': photo.captions[0][0], 'captions': photo.captions}
                 sample |= {'size': np.array(photo.size_px[::-1], np.int32), 'crop': np.array(crop, np.int32)}
                 sample |= {column: values[i] for column, values in arrays.items()}
                 writer.write({column: sample[column] for column in columns})
@@ -233,13 +233,13 @@ def _encode(photos: Iterable[Photo], source: str, recipe: Recipe, ingredients: M
         code_version=__version__,
         streams=sorted(filter(None, streams)),
         transform=ingredients['transform'],
-        encoder=vae.described(recipe.model.encoders.source, recipe.model.encoders.revision),
+        encoder=vae.described(recipe.model.encoders.source, recipe.model.encoders.revision),  # type: ignore[arg-type]
         text_encoder={} if text is None else text_encoder_facts(text, find_network(recipe.model.network).family),
     )
     (latents / MANIFEST_NAME).write_text(whole.to_json())
     for bucket, (writer, columns, (width, height)) in streams.items():
         writer.finish()
-        described = {name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in columns.items()}
+        described: dict[str, Any] = {name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in columns.items()}
         size = {'bucket': {'width_px': width, 'height_px': height}} if bucket else {'resolution': width}
         manifest = replace(whole, columns=described, num_samples=kept[bucket], attempted=kept[bucket], streams=[], **size)
         (latents / bucket / MANIFEST_NAME).write_text(manifest.to_json())

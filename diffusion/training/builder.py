@@ -49,11 +49,10 @@ from diffusion.recipe import AnyRecipe, Recipe, RecipeError, refuse_changes, to_
 from diffusion.recipe.averaging import profiles
 from diffusion.recipe.rules import length_in_batches, starts_before_the_end
 from diffusion.training.ema import EMA, averaged_weights
-from diffusion.training.global_batch import global_batch_algorithms
 from diffusion.training.gradient_guard import GradientGuard
 from diffusion.training.machine import BACKEND, fit_machine, refuse_if_uncompiled
 from diffusion.training.micro_batch import blank_batch, micro_size
-from diffusion.training.model import TextToImage
+from diffusion.training.model import TextToImage, global_batch_algorithms
 from diffusion.training.optimizers import build_optimizer, build_scheduler, parameter_groups
 from diffusion.training.sharding import parallelism_config, uses_fsdp
 from diffusion.training.trainer import Trainer

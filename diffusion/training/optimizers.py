@@ -46,15 +46,10 @@ def parameter_groups(recipe: Recipe, model: Any) -> Groups:
     return groups
 
 
-def _adamw(settings: Optimizer, _: AdamWSettings, groups: Groups) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True)
-
-
-def _muon(settings: Optimizer, muon: MuonSettings, groups: Groups) -> torch.optim.Optimizer:
-    return Muon(groups, settings.betas, settings.eps, muon.momentum, muon.steps)
-
-
-OPTIMIZERS: dict[type[OptimizerSettings], Callable[[Optimizer, Any, Groups], torch.optim.Optimizer]] = {AdamWSettings: _adamw, MuonSettings: _muon}
+OPTIMIZERS: dict[type[OptimizerSettings], Callable[[Optimizer, Any, Groups], torch.optim.Optimizer]] = {
+    AdamWSettings: lambda settings, _, groups: torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, fused=True),
+    MuonSettings: lambda settings, muon, groups: Muon(groups, settings.betas, settings.eps, muon.momentum, muon.steps),
+}
 
 
 def build_optimizer(recipe: AnyRecipe, groups: Groups) -> torch.optim.Optimizer:

@@ -1,35 +1,166 @@
-"""Draw a grid of each new checkpoint of a run, until the run is finished."""
-
-from __future__ import annotations
+"""Draw a grid of each new checkpoint of a run, as the run itself would, until the run is finished. Its folders are only read."""
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from composer.core import get_precision_context
+from composer.utils import get_device
 from PIL import Image
 
-from diffusion.checkpoints.manifest import CheckpointManifest, batches_of, file_of, manifest_of
-from diffusion.checkpoints.reading import read_checkpoint, recipe_yaml
+from diffusion.checkpoints.manifest import CheckpointManifest, batches_of, file_of, find_damage, manifest_of
+from diffusion.checkpoints.owner import OWNER
+from diffusion.checkpoints.reading import load_strictly, read_checkpoint, recipe_yaml, weights_by_part, zeros_for_empty
+from diffusion.checkpoints.resume import refuse_other_encoders
 from diffusion.common.images import save_png
 from diffusion.common.storage import Folder, LocalFolder, StorageError, StorageRefusal, open_folder, scratch_for
 from diffusion.common.text import counted, one_line, print_message
-from diffusion.contracts.errors import IncompleteError, InputError
+from diffusion.contracts.errors import CheckpointError, IncompleteError, InputError
+from diffusion.families.adapters import adapted_parts, load_adapters
+from diffusion.families.registry import kernels_in_use
 from diffusion.monitoring.loggers import start_wandb
-from diffusion.monitoring.sample_grid import grid_name, grid_texts
+from diffusion.monitoring.sample_grid import draw_grid, grid_name, grid_texts
 from diffusion.recipe import Recipe, RecipeError, recipe_from_yaml
 from diffusion.recipe.rules import length_in_batches
-from diffusion.recipe.schema import present
-from diffusion.watching.drawing import GridDrawer
-from diffusion.watching.following import CheckpointRemoved, IncompleteCheckpoint, find_checkpoints, folder_of_grids, whole
+from diffusion.recipe.schema import Samples, present
+from diffusion.training.builder import build_model, frozen_digests
+from diffusion.training.machine import fit_machine
 
 if TYPE_CHECKING:
     from wandb import Run
 
+CHECKPOINTS, SAMPLES = 'checkpoints', 'samples'
 CHECKPOINT = 'checkpoint'  # text in the file of a grid: digest of the checkpoint that it was drawn from
 LOGGER = 'WandBLogger'  # by its name the checkpoint has the state of the run's own logger, which monitoring/loggers.py writes
+
+
+class IncompleteCheckpoint(ValueError):
+    """The files of a checkpoint are not what its manifest says, or the manifest is torn."""
+
+
+class CheckpointRemoved(LookupError):
+    """The run has deleted the checkpoint since it was listed."""
+
+
+def find_checkpoints(where: str) -> Folder:
+    """The checkpoint folder of a run; it may still be empty.
+
+    Args:
+        where: a run folder, its checkpoint folder, or the URL of either.
+
+    Raises:
+        InputError: no run has written there.
+        StorageError: it cannot be listed.
+    """
+    where = where if where.endswith('://') else where.rstrip('/')
+    inside, given = open_folder(f'{where}/{CHECKPOINTS}'), open_folder(where)
+    for folder in (inside, given):
+        names = folder.files()
+        if OWNER in names or batches_of(names):
+            return folder
+    recipe = Path(where) / 'recipe.yaml'
+    if recipe.is_file():
+        named = recipe_from_yaml(recipe.read_text(), str(recipe)).checkpoint.folder
+        return inside if '://' in named else open_folder(named)  # those for object storage wait in the run folder for their upload
+    raise InputError(
+        f'{where}: neither a run nor its checkpoints are there: no {OWNER}, which a run writes when it starts, and no recipe.yaml; name the '
+        "run's folder, or its checkpoint.folder, once it has started"
+    )
+
+
+def folder_of_grids(checkpoints: str) -> str | None:
+    """Return the place of the sample grids of a checkpoint folder: `samples` next to a folder named `checkpoints`, else NAME-samples next to NAME.
+
+    None for a whole bucket, which has nothing next to it.
+    """
+    scheme, separator, path = checkpoints.rpartition('://')
+    parent, _, name = path.rstrip('/').rpartition('/')
+    if separator and not parent:
+        return None
+    return f'{scheme}{separator}{parent}/{SAMPLES}' if name == CHECKPOINTS else f'{scheme}{separator}{parent}/{name}-{SAMPLES}'
+
+
+@contextmanager
+def whole(folder: Folder, batch: int) -> Iterator[tuple[CheckpointManifest, Path]]:
+    """The manifest of a checkpoint and a local file that is what it says: a copy from object storage, which is removed at the end.
+
+    Raises:
+        IncompleteCheckpoint: with the damage.
+        CheckpointRemoved: the run deleted it meanwhile.
+        StorageError: the storage does not answer.
+    """
+    with scratch_for() as scratch:
+        try:
+            manifest = CheckpointManifest.parse(folder.read(manifest_of(batch)), batch)
+            stat = folder.files().get(manifest.file)
+            if stat is None or stat.num_bytes != manifest.content.bytes:  # before gigabytes are fetched
+                raise ValueError(f'{0 if stat is None else stat.num_bytes:,} bytes, expected {manifest.content.bytes:,}')
+            path = folder.fetch(manifest.file, scratch)
+            if wrong := find_damage(path, manifest.content):
+                raise ValueError(wrong)
+        except (ValueError, FileNotFoundError) as error:
+            if manifest_of(batch) not in folder.files():  # retention deletes it first
+                raise CheckpointRemoved from error
+            raise IncompleteCheckpoint(str(error)) from error
+        try:
+            yield manifest, path
+        except CheckpointError as error:
+            if manifest_of(batch) not in folder.files():  # it was read, not copied, and deleted before it was opened
+                raise CheckpointRemoved from error
+            raise
+
+
+class GridDrawer:
+    """The model of a run: its encoders and the base of its adapter are loaded once, what it trains from each checkpoint.
+
+    Args:
+        recipe: of the first checkpoint; a run keeps its `model`, `data.resolution` and `train.precision`.
+
+    Raises:
+        EncoderError, RecipeError: the model cannot be built here, with the remedy.
+    """
+
+    def __init__(self, recipe: Recipe):
+        on_gpu = get_device(None).name == 'gpu'  # Composer's device switches TF32 on, as in training
+        self.recipe = as_drawn(recipe, on_gpu)
+        fit_machine(self.recipe, partial(kernels_in_use, self.recipe), trains=False)
+        # As of a run that resumes: its weights come from a checkpoint, not from load_path.
+        self.model: Any = build_model(self.recipe, torch.device('cuda' if on_gpu else 'cpu'), resumes=True).eval()
+
+    def load(self, state: dict[str, Any], manifest: CheckpointManifest, weights: str) -> str:
+        """Load the EMA (`ema`), where the checkpoint has none yet the weights as trained, or those in any case (`training`); returns which.
+
+        Raises:
+            CheckpointError: another network, or trained with other encoders.
+        """
+        refuse_other_encoders(manifest, frozen_digests(self.model))
+        family, network = self.model.family, self.model.network
+        average = weights_by_part(state, family.component, average=True) if weights == 'ema' else None
+        self.model.zeros_for_empty = self.model.zeros_for_empty or zeros_for_empty(state)
+        chosen = average or weights_by_part(state, family.component, average=False) or {}
+        if self.recipe.adapter is None:
+            load_strictly(network, chosen[family.component], manifest.file)
+        else:
+            load_adapters(adapted_parts(family, network, self.model.encoders.text), chosen, manifest.file)
+        return 'training' if average is None else 'ema'
+
+    def draw(self, samples: Samples) -> Image.Image:
+        with get_precision_context('fp32' if self.recipe.train.precision == 'fp32' else 'amp_bf16'):
+            return draw_grid(self.model, samples, self.recipe.data.resolution)
+
+
+def as_drawn(recipe: Recipe, on_gpu: bool) -> Recipe:
+    """The recipe for one process that draws: nothing sharded or compiled; bf16 by autocast on a GPU, float32 elsewhere."""
+    train = replace(recipe.train, sharding='ddp', compile=None, checkpoint_activations=False)
+    train.precision = 'amp_bf16' if on_gpu and train.precision != 'fp32' else 'fp32'
+    train.attention = train.attention if on_gpu else 'auto'
+    return replace(recipe, train=train)
 
 
 class Watcher:

@@ -6,7 +6,7 @@ from streaming import LocalDataset
 from data_prep.shapes import vocabulary
 from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.shards import words_of
-from diffusion.demo.crawl import prepare, split
+from diffusion.demo.crawl import prepare_crawl, split
 from tests.conftest import NUM_IMAGES, read_json
 
 
@@ -35,7 +35,7 @@ def test_words_are_those_of_the_captions(images):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_crawl_becomes_latents_and_again_nothing_is_done(crawl, tmp_path, capfd):
-    prepare(str(crawl), tmp_path, 32, 0.25, 1)
+    prepare_crawl(str(crawl), tmp_path, 32, 0.25, 1)
     manifests = {part: Manifest.read(str(tmp_path / part / 'latents')) for part in ('train', 'held-out')}
     kept = read_json(tmp_path / 'images/manifest.json')['num_samples']
     assert kept <= NUM_IMAGES
@@ -43,5 +43,5 @@ def test_a_crawl_becomes_latents_and_again_nothing_is_done(crawl, tmp_path, capf
     assert not digests(tmp_path / 'train/images') & digests(tmp_path / 'held-out/images')
     assert manifests['train'].encoder == manifests['held-out'].encoder
     assert '== ' in capfd.readouterr().out
-    prepare(str(crawl), tmp_path, 32, 0.25, 1)
+    prepare_crawl(str(crawl), tmp_path, 32, 0.25, 1)
     assert '== ' not in capfd.readouterr().out

@@ -8,7 +8,7 @@ import pytest
 
 from data_prep.shapes import PALETTE, draw
 from diffusion.demo.__main__ import judged_scenes
-from diffusion.demo.lora import COLOUR, NINE_COLOURS, PHOTOS, measure, new_scenes
+from diffusion.demo.lora import COLOUR, NINE_COLOURS, PHOTOS, measure_words, new_scenes
 from tests.conftest import TINY, read_json, run_python
 
 SHORT = [*TINY, 'train.duration=4ba', 'checkpoint.every=2ba', 'data.streams.class.drawn.prompts=[a, b]',
@@ -46,10 +46,10 @@ def test_the_judge_of_nine_colours_is_right_about_drawn_scenes():
     assert COLOUR not in PALETTE
     rng = random.Random(0)
     new, old = ([draw(scene, 32, rng, NINE_COLOURS) for scene in scenes] for scenes in (new_scenes(), judged_scenes()))
-    right = measure(new, old)
+    right = measure_words(new, old)
     assert min(right[field] for field in ('word', 'word_background', 'old', 'old_background')) > 0.95
     assert right['turned'] == 0
-    assert measure(old, new)['word'] < 0.2
+    assert measure_words(old, new)['word'] < 0.2
     assert len({(scene.place, scene.background) for scene in new_scenes()}) == 40
 
 

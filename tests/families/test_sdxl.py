@@ -32,7 +32,7 @@ from diffusion.training.builder import build_trainer
 from diffusion.training.machine import compile_network
 from diffusion.training.micro_batch import blank_batch
 from diffusion.training.model import TextToImage
-from diffusion.watching.drawing import GridDrawer
+from diffusion.watching.watcher import GridDrawer
 from tests.conftest import REPOSITORY, read_json
 
 CONFIG = find_network('tiny-xl').config

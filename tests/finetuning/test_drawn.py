@@ -13,7 +13,7 @@ from streaming import LocalDataset
 from diffusion.families.pipeline import generate
 from diffusion.families.registry import build_network, family_of
 from diffusion.finetuning.drawn import Base, cache_of, put_drawn
-from diffusion.finetuning.prepare import prepare
+from diffusion.finetuning.prepare import prepare_streams
 from diffusion.objectives import build_objective
 from diffusion.recipe.schema import DiffusionSettings, Model
 from tests.common.s3_server import BUCKET
@@ -47,7 +47,7 @@ def pixels(folder):
 
 def test_they_are_what_diffusers_draws_and_are_drawn_once(load, base, tmp_path, monkeypatch):
     recipe = load()
-    prepare(recipe)
+    prepare_streams(recipe)
     (cached,) = (tmp_path / 'cache').iterdir()
     expected = [next(generate(base, [PROMPTS[i % 3]], 5 + i, guidance=3, steps=2)) for i in range(NUM_IMAGES)]
     found = pixels(cached)
@@ -58,20 +58,20 @@ def test_they_are_what_diffusers_draws_and_are_drawn_once(load, base, tmp_path, 
     stored = LocalDataset(local=f'{recipe.run_folder}/prepared/data-class')
     assert [stored[i]['caption'] for i in range(NUM_IMAGES)] == [PROMPTS[i % 3] for i in range(NUM_IMAGES)]
     monkeypatch.setattr(Base, 'pipeline', None)
-    prepare(load(f'run_folder={tmp_path}/second'))
+    prepare_streams(load(f'run_folder={tmp_path}/second'))
 
 
 @pytest.mark.parametrize('damage', ['no image', 'another image'])
 def test_what_is_not_as_it_was_drawn_is_drawn_again(load, tmp_path, capfd, damage):
     recipe = load()
-    prepare(recipe)
+    prepare_streams(recipe)
     (cached,) = (tmp_path / 'cache').iterdir()
     before, file = pixels(cached), cached / '00003.png'
     if damage == 'no image':
         file.write_text('damaged')
     else:
         Image.new('RGB', (32, 32), 'red').save(file)
-    prepare(load(f'run_folder={tmp_path}/second'))
+    prepare_streams(load(f'run_folder={tmp_path}/second'))
     assert '00003.png: is not what was drawn; it is drawn again' in capfd.readouterr().err
     assert np.abs(pixels(cached)[3].astype(int) - before[3]).max() <= 1
     moments = [LocalDataset(local=f'{folder}/prepared/data-class')[3]['moments'] for folder in (recipe.run_folder, tmp_path / 'second')]
@@ -79,7 +79,7 @@ def test_what_is_not_as_it_was_drawn_is_drawn_again(load, tmp_path, capfd, damag
     shutil.rmtree(cached)
     (shard,) = (tmp_path / 'second/prepared/data-class').rglob('*.mds')
     shard.unlink()
-    prepare(load(f'run_folder={tmp_path}/second'))  # what lacks a shard is made again
+    prepare_streams(load(f'run_folder={tmp_path}/second'))  # what lacks a shard is made again
     assert shard.exists()
 
 

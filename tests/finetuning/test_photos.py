@@ -21,7 +21,7 @@ from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.loader import dataset_identities, eval_loader, train_loader
 from diffusion.finetuning import prepare as module
 from diffusion.finetuning.photos import read_photos
-from diffusion.finetuning.prepare import prepare
+from diffusion.finetuning.prepare import prepare_streams
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.recipe.schema import Data, EncoderSource, Photos
 from diffusion.training.builder import build_trainer
@@ -38,7 +38,7 @@ def rows(folder):
 
 
 def fit(recipe):
-    prepare(recipe)
+    prepare_streams(recipe)
     trainer = build_trainer(recipe)
     trainer.fit()
     trainer.close()
@@ -48,7 +48,7 @@ def fit(recipe):
 def test_it_is_the_dataset_that_data_prep_makes(load, photos, encoders_folder, tmp_path):
     for i in range(5, 20):  # two passes of the VAE
         shutil.copy(photos / f'{i % 5}.png', photos / f'{i}.png')
-    prepare(load())
+    prepare_streams(load())
     for photo in photos.glob('*.png'):
         if photo.stem != '2':
             photo.with_suffix('.txt').write_text(CAPTION)
@@ -107,7 +107,7 @@ def test_a_folder_without_photos_is_named_with_its_key(load, tmp_path):
     (tmp_path / 'empty').mkdir()
     for name, flaw in {'empty': 'there is nothing in this folder', 'none': 'no such folder'}.items():
         with pytest.raises(DataError, match=f'^data.streams.subject.photos.folder: {tmp_path}/{name}: {flaw}; name the folder with the images$'):
-            prepare(load(f'data.streams.subject.photos.folder={tmp_path}/{name}'))
+            prepare_streams(load(f'data.streams.subject.photos.folder={tmp_path}/{name}'))
 
 
 def test_photos_that_cannot_be_used_end_the_run_with_65(settings, photos, tmp_path):
@@ -129,7 +129,7 @@ def test_a_run_that_is_killed_while_it_prepares_starts_from_scratch(settings, tm
 def test_they_are_encoded_once_and_a_resumed_run_equals_an_uninterrupted_one(load, photos, tmp_path, monkeypatch):
     more = 'checkpoint.every=4ba', 'data.caption_dropout=0.3'
     fit(load(*more, 'train.duration=7ba', f'run_folder={tmp_path}/whole'))
-    prepare(load(*more, 'train.duration=4ba'))
+    prepare_streams(load(*more, 'train.duration=4ba'))
     for file in (tmp_path / PREPARED).rglob(module.INGREDIENTS_NAME):
         ingredients = json.loads(file.read_text())
         assert re.fullmatch('[0-9a-f]{64}', ingredients['text'].pop('tokenizer'))
@@ -148,17 +148,17 @@ def test_they_are_encoded_once_and_a_resumed_run_equals_an_uninterrupted_one(loa
         assert torch.equal(weight, stopped['model'][name])
     (photos / '1.txt').write_text('another caption')
     with pytest.raises(DataError, match=r'data.streams.subject: photos changed since the run began: 1.png; undo it.* name=NEW run_folder=NEW$'):
-        prepare(load(*more, 'train.duration=8ba'))
+        prepare_streams(load(*more, 'train.duration=8ba'))
     with pytest.raises(RecipeError) as refused:
-        prepare(load(*more, 'train.duration=8ba', 'data.streams.subject.photos.caption=another'))
+        prepare_streams(load(*more, 'train.duration=8ba', 'data.streams.subject.photos.caption=another'))
     assert refused.value.errors == [f'data.streams.subject.photos.caption: {CAPTION} -> another']
-    prepare(load(f'run_folder={tmp_path}/other', 'train.duration=8ba'))
+    prepare_streams(load(f'run_folder={tmp_path}/other', 'train.duration=8ba'))
 
 
 def test_what_changes_before_the_first_checkpoint_is_prepared_again(load, photos, encoders, tmp_path):
     identities = []
     elsewhere = load(f'run_folder={tmp_path}/elsewhere')
-    prepare(elsewhere)
+    prepare_streams(elsewhere)
     of_another_machine = dataset_identities(train_loader(elsewhere, encoders))['subject']
     os.utime(photos / '0.png')
     for change in (
@@ -168,7 +168,7 @@ def test_what_changes_before_the_first_checkpoint_is_prepared_again(load, photos
         lambda: (photos / '0.png').write_bytes((photos / '1.png').read_bytes()),
     ):
         change()
-        prepare(load())
+        prepare_streams(load())
         identities.append(dataset_identities(train_loader(load(), encoders))['subject'])
     assert len(set(identities)) == 4
     assert identities[0] == of_another_machine
@@ -176,7 +176,7 @@ def test_what_changes_before_the_first_checkpoint_is_prepared_again(load, photos
 
 
 def prepare_here(arguments):
-    prepare(load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', arguments))
+    prepare_streams(load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', arguments))
     return sorted(rows(f'{arguments[-1].removeprefix("run_folder=")}/prepared/data-subject'))
 
 
@@ -189,19 +189,19 @@ def test_several_machines_find_it_or_say_how(load, monkeypatch):
     monkeypatch.setenv('WORLD_SIZE', '2')
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '1')
     with pytest.raises(RecipeError, match='start this run on one machine first'):
-        prepare(load())
+        prepare_streams(load())
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '2')
-    prepare(load())
+    prepare_streams(load())
     monkeypatch.setenv('LOCAL_RANK', '1')
-    prepare(load())  # it does not wait for ever
+    prepare_streams(load())  # it does not wait for ever
     monkeypatch.setenv('LOCAL_WORLD_SIZE', '1')
     monkeypatch.setenv('LOCAL_RANK', '0')
-    prepare(load())
+    prepare_streams(load())
 
 
 def test_five_photos_fill_a_batch_of_eight(load, photos, encoders):
     recipe = load('data.canonical_nodes=64', 'eval.every=1ba', f'eval.streams.held={{photos: {{folder: {photos}, caption: {CAPTION}}}}}')
-    prepare(recipe)
+    prepare_streams(recipe)
     assert set(torch.cat([batch['sample_key'] for batch in eval_loader(recipe, encoders, 4)])[:, 1].tolist()) == set(range(5))
     loader = train_loader(recipe, encoders)
     keys = torch.cat([batch['sample_key'] for _ in range(20) for batch in loader])
@@ -212,7 +212,7 @@ def test_five_photos_fill_a_batch_of_eight(load, photos, encoders):
 def test_proportions_hold_and_weights_are_those_of_the_streams(load, latents, encoders):
     class_stream = f'data.streams.class={{local: {latents}, proportion: 0.5}}'
     recipe = load('data.streams.subject.proportion=0.5', 'data.streams.subject.loss_weight=2.5', class_stream)
-    prepare(recipe)
+    prepare_streams(recipe)
     assert not Manifest.read(f'{recipe.run_folder}/prepared/data-subject').text_encoder  # as the other stream
     loader = train_loader(recipe, encoders)
     batches = [batch for _ in range(4) for batch in loader]
@@ -226,7 +226,7 @@ def test_proportions_hold_and_weights_are_those_of_the_streams(load, latents, en
 
 def test_text_is_stored_where_that_spares_the_text_encoder(load, photos):
     def stores_text(*more):
-        prepare(load(*more))
+        prepare_streams(load(*more))
         return bool(Manifest.read(f'{load().run_folder}/prepared/data-subject').text_encoder)
 
     assert stores_text()
@@ -243,7 +243,7 @@ def test_portraits_go_to_their_aspect_buckets(load, photos, encoders):
         (photos / f'{i}.png').unlink()
     (photos / '2.txt').unlink()
     recipe = load('data.resolution=128', 'data.aspect_buckets=true', 'batch.global_size=4')
-    prepare(recipe)
+    prepare_streams(recipe)
     batches = list(train_loader(recipe, encoders))
     assert sorted(tuple(batch['moments'].shape[2:]) for batch in batches) == [(16, 64), (48, 16), (64, 16)]  # a photo each, four times
     assert all(len(batch['sample_key'].unique(dim=0)) == 4 for batch in batches)

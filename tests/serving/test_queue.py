@@ -14,8 +14,8 @@ from gradio.queueing import Queue
 from diffusion.contracts.errors import IncompleteError
 from diffusion.serving import server
 from diffusion.serving.gate import JOIN, listen
-from diffusion.serving.page import build_page
-from diffusion.serving.studio import Limits
+from diffusion.serving.image_server import Limits
+from diffusion.serving.server import build_page
 
 LIMITS = Limits(num_images=4, steps=10)
 MODEL = SimpleNamespace(
@@ -58,12 +58,12 @@ def test_requests_without_a_session_do_not_end_the_queue():
         drawn.append(request.prompt)
         return SimpleNamespace(files=[], elapsed_sec=1.0)
 
-    studio = SimpleNamespace(models=[MODEL], limits=LIMITS, stops={}, sizes=list, draw=draw)
-    page = build_page(studio)
+    image_server = SimpleNamespace(models=[MODEL], limits=LIMITS, stops={}, sizes=list, draw=draw)
+    page = build_page(image_server)
     (index,) = [index for index, fn in page.fns.items() if fn.queue]
 
     def join(client, session):
-        studio.stops[session] = threading.Event()
+        image_server.stops[session] = threading.Event()
         return client.post(JOIN, json={'session_hash': session, 'fn_index': index, 'data': [f'for {session}', 1, False, 4, 3, 1, None]}).status_code
 
     with TestClient(server.application(page, only_here=True, on_leave=print), base_url='http://127.0.0.1', raise_server_exceptions=False) as client:

@@ -3,7 +3,7 @@
 import pytest
 
 from diffusion.contracts.errors import InputError
-from diffusion.serving.studio import DrawingRequest, Limits, read_request
+from diffusion.serving.image_server import DrawingRequest, Limits, read_request
 
 LIMITS = Limits(num_images=8, steps=50)
 FINE = {'prompt': 'an owl', 'seed': 3, 'guidance': 4.5, 'steps': 50, 'num_images': 8, 'size': None, 'limits': LIMITS}

@@ -10,7 +10,7 @@ from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, trai
 from diffusion.contracts.errors import BAD_RECIPE, train_code
 from diffusion.families.registry import build_network
 from diffusion.families.sd2 import StableDiffusion2
-from diffusion.finetuning.prepare import prepare
+from diffusion.finetuning.prepare import prepare_streams
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training import machine as compilation
 from diffusion.training.builder import build_trainer, fit
@@ -119,7 +119,7 @@ def test_a_machine_without_a_compiler_is_refused_before_photos_are_prepared(over
     photos = 'data.streams={own: {photos: {folder: nowhere}, local: null, remote: null}}'
     recipe = load_recipe(REPOSITORY / 'yamls/shapes.yaml', [*overrides, 'train.compile=network', 'data.kind=latents', photos])
     with pytest.raises(RecipeError, match='network does not compile on this machine: .*No working C.. compiler found; set train.compile=null'):
-        prepare(recipe)
+        prepare_streams(recipe)
     assert 'Traceback' in (tmp_path / 'run/compile-error.txt').read_text()
     announced = 'train.compile=network: the first step compiles the network, 2 minutes'  # as this machine has no GPU
     assert (announced in capsys.readouterr().err) == (not torch.cuda.is_available())

@@ -9,7 +9,7 @@ from diffusion.objectives import build_objective
 from diffusion.objectives.objective import spread_points
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_trainer
-from diffusion.training.global_batch import SpreadTimes, global_batch_algorithms
+from diffusion.training.model import SpreadTimes, global_batch_algorithms
 from tests.conftest import REPOSITORY
 
 

@@ -19,8 +19,7 @@ from diffusion.common.storage import LocalFolder, StorageError
 from diffusion.monitoring.report.pictures import sample_grids
 from diffusion.recipe import load_recipe, recipe_from_yaml
 from diffusion.training.builder import build_trainer
-from diffusion.watching.following import find_checkpoints, folder_of_grids
-from diffusion.watching.watcher import Watcher, last_batch
+from diffusion.watching.watcher import Watcher, find_checkpoints, folder_of_grids, last_batch
 from tests.common.s3_server import BUCKET
 from tests.conftest import REPOSITORY, TINY, run_here
 from tests.faults.driver import Forked, Process

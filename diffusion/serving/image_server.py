@@ -147,7 +147,7 @@ def load(folders: Sequence[Path], base: str | None = None, precision: str | None
     ]
 
 
-class Studio:
+class ImageServer:
     """Draws one request at a time, into PNG files that are kept for a while.
 
     Args:

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from diffusion.contracts.errors import InputError
-from diffusion.serving import studio as room
-from diffusion.serving.studio import DrawingRequest, Limits, Stopped, Studio, load
+from diffusion.serving import image_server as room
+from diffusion.serving.image_server import DrawingRequest, ImageServer, Limits, Stopped, load
 from diffusion.stand_in import write_pipeline
 from tests.conftest import run_here
 
@@ -21,7 +21,7 @@ LIMITS = Limits(16, 100)
 
 @pytest.fixture
 def two(base, base_xl, tmp_path):
-    return Studio(load([base, base_xl]), tmp_path, LIMITS, batch_size=2)
+    return ImageServer(load([base, base_xl]), tmp_path, LIMITS, batch_size=2)
 
 
 def nobody(*_):
@@ -51,10 +51,10 @@ def test_a_flow_transformer_draws_the_same_images(encoders_folder, tmp_path):
     shutil.copytree(encoders_folder, tmp_path / 'prx')
     write_pipeline(tmp_path / 'prx', 'tiny-prx')
     request = replace(REQUEST, num_images=2, size=(48, 32))
-    (tmp_path / 'studio').mkdir()
-    studio = Studio(load([tmp_path / 'prx']), tmp_path / 'studio', LIMITS, batch_size=16)
+    (tmp_path / 'image_server').mkdir()
+    image_server = ImageServer(load([tmp_path / 'prx']), tmp_path / 'image_server', LIMITS, batch_size=16)
     steps = []
-    ours = studio.draw(studio.models[0], request, threading.Event(), lambda done, total: steps.append((done, total)))
+    ours = image_server.draw(image_server.models[0], request, threading.Event(), lambda done, total: steps.append((done, total)))
     assert [file.read_bytes() for file in ours.files] == drawn_by_generate(tmp_path / 'prx', request, tmp_path / 'out', '--size', '48x32')
     assert Image.open(ours.files[0]).size == (48, 32)
     assert steps == [(0, 6), (1, 6), (2, 6), (3, 6), (3, 6), (4, 6), (5, 6), (6, 6)]  # PRX draws one at a time
@@ -136,16 +136,16 @@ def test_models_of_one_name_are_told_apart_by_their_paths(base, tmp_path):
     folders = [tmp_path / 'a/model', tmp_path / 'b/model']
     models = load(folders)
     assert [model.label for model in models] == list(map(str, folders))
-    studio = Studio(models, tmp_path, LIMITS, 16)
-    file = studio.draw(models[0], replace(REQUEST, num_images=1), threading.Event(), nobody).files[0]
+    image_server = ImageServer(models, tmp_path, LIMITS, 16)
+    file = image_server.draw(models[0], replace(REQUEST, num_images=1), threading.Event(), nobody).files[0]
     assert file.parent.parent == tmp_path
 
 
 def test_sizes_are_aspect_ratios_that_all_models_have(two):
     assert two.sizes() == []  # 32 pixels: there is nothing between
     larger = [replace(model, resolution=256) for model in two.models]
-    sizes = Studio(larger, two._folder, LIMITS, 2).sizes()
+    sizes = ImageServer(larger, two._folder, LIMITS, 2).sizes()
     assert (320, 192) in sizes
     assert (256, 256) not in sizes
     assert all(0.7 < width * height / 256**2 <= 1.1 and width % 64 == height % 64 == 0 for width, height in sizes)
-    assert Studio([larger[0], replace(larger[1], resolution=512)], two._folder, LIMITS, 2).sizes() == []
+    assert ImageServer([larger[0], replace(larger[1], resolution=512)], two._folder, LIMITS, 2).sizes() == []
