@@ -56,7 +56,7 @@ class Notice:
         }
 
 
-class Courier:
+class WebhookSender:
     """A thread that delivers notices, for as long as the service runs. Several services may, each takes other rows.
 
     Args:
@@ -67,7 +67,7 @@ class Courier:
     def __init__(self, database: Database, networks: tuple[Network, ...] = (), every_sec: float = 5.0):
         self.database, self.networks, self.every_sec = database, networks, every_sec
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._run, name='courier', daemon=True)
+        self.thread = threading.Thread(target=self._run, name='webhooks', daemon=True)
 
     def start(self) -> None:
         self.thread.start()
@@ -82,7 +82,7 @@ class Courier:
                 while self.deliver() == AT_A_TIME and not self.ended.is_set():
                     pass
             except Exception as error:  # a database that restarts, no file descriptor is left; whatever it is, the next notices are sent
-                print_message(f'courier: {redacted(first_line(error, with_type=True))}')
+                print_message(f'webhooks: {redacted(first_line(error, with_type=True))}')
 
     def deliver(self) -> int:
         """Try what is due, AT_A_TIME at most, all at once; returns how many. No transaction is open meanwhile."""

@@ -1,34 +1,22 @@
-"""What nobody asks for: lapsed leases, machines that are gone, the last job, how many machines are wanted. One service at a time does it."""
+"""Work that nobody asks for: lapsed leases, machines that are gone, the last job. One service at a time does it."""
 
 import threading
-from dataclasses import dataclass
 
 from diffusion.common.text import first_line, print_message, redacted
 from diffusion.fleet.policies.last_job import stranded
 from diffusion.fleet.queue import leases, reading
 from diffusion.fleet.queue.database import Connection, Database
-from diffusion.fleet.queue.leases import Terms
+from diffusion.fleet.queue.leases import LeaseSettings
 
+GONE_AFTER = 3.0  # leases without a sign of life after which a machine's stay has ended
 SWEEPS = 0x737765  # advisory lock: of several services one sweeps; it goes with the connection, however that ends
 
 
-@dataclass(frozen=True)
-class Sweeping:
-    """
-    Attributes:
-        every_sec: between two looks; claims take lapsed leases back too.
-        gone_after: leases without a sign of life after which a machine's stay has ended.
-    """
-
-    every_sec: float = 5.0
-    gone_after: float = 3.0
-
-
 class Sweeper:
-    """A thread that sweeps, for as long as the service runs."""
+    """A thread that sweeps, for as long as the service runs; claims take lapsed leases back too."""
 
-    def __init__(self, database: Database, terms: Terms, sweeping: Sweeping):
-        self.database, self.terms, self.sweeping = database, terms, sweeping
+    def __init__(self, database: Database, settings: LeaseSettings, every_sec: float = 5.0):
+        self.database, self.settings, self.every_sec = database, settings, every_sec
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, name='sweeper', daemon=True)
 
@@ -40,20 +28,20 @@ class Sweeper:
         self.thread.join(10)
 
     def _run(self) -> None:
-        while not self.ended.wait(self.sweeping.every_sec):
+        while not self.ended.wait(self.every_sec):
             try:
                 self.sweep()
             except Exception as error:  # a database that restarts; whatever it is, the next look may succeed, and without sweeps leases stay
                 print_message(f'sweeper: {redacted(first_line(error, with_type=True))}')
 
     def sweep(self) -> bool:
-        """One look; False if another service is at it."""
+        """Look once; False if another service is at it."""
         with self.database.transaction() as connection:
             row = connection.execute('select pg_try_advisory_xact_lock(%s) as mine', [SWEEPS]).fetchone()
             if row is None or not row['mine']:
                 return False
             leases.take_back(connection, 'j.lease_until <= now()')
-            end_sessions(connection, self.sweeping.gone_after * self.terms.lease_sec)
+            end_sessions(connection, GONE_AFTER * self.settings.lease_sec)
             lift_bans(connection)
         return True
 
