@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace) -> None:
-    from diffusion.fleet.queue.local_postgres import LocalPostgres
+    from diffusion.demo.postgres import LocalPostgres
 
     server = LocalPostgres()
     try:

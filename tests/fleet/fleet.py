@@ -15,10 +15,10 @@ import psycopg
 import requests
 from psycopg.sql import SQL, Identifier
 
+from diffusion.demo.postgres import LocalPostgres
 from diffusion.fleet.jobs.spec import spec_of
 from diffusion.fleet.queue import database
 from diffusion.fleet.queue.database import Connection, connected, create
-from diffusion.fleet.queue.local_postgres import LocalPostgres
 from diffusion.fleet.service.gate import digest
 from tests.conftest import REPOSITORY
 

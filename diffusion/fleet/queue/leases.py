@@ -10,9 +10,8 @@ from typing import Any, Literal
 from psycopg.types.json import Jsonb
 
 from diffusion.common.processes import failpoint
+from diffusion.fleet.policies.limits import must_stop, reference_speed, why_slow
 from diffusion.fleet.policies.rows import AttemptRow, Ending, NodeState
-from diffusion.fleet.policies.slow import reference_speed, why_slow
-from diffusion.fleet.policies.spending import must_stop
 from diffusion.fleet.queue import reading
 from diffusion.fleet.queue.database import Connection
 from diffusion.fleet.queue.endings import close

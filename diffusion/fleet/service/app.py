@@ -8,9 +8,8 @@ from fastapi.responses import JSONResponse
 
 from diffusion.fleet.queue.database import check_version
 from diffusion.fleet.service import machines, metrics, operators, owners, pages
+from diffusion.fleet.service.background import Sweeper, WebhookSender
 from diffusion.fleet.service.gate import FleetService
-from diffusion.fleet.service.notices import WebhookSender
-from diffusion.fleet.service.sweeping import Sweeper
 
 ABOUT = """JSON over HTTP with a token for each request, as `Authorization: Bearer TOKEN`; for GET, browsers may send it as the password of basic
 authentication. Other methods take JSON alone, at most 1 MB of it, and nothing from another site's page.

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from diffusion.common.text import redacted
 from diffusion.contracts.errors import InputError
-from diffusion.fleet.service.protocol import SignedPut
+from diffusion.fleet.jobs.protocol import SignedPut
 
 URL_SEC = 900
 CODES_OF_NOTHING = ('404', 'NoSuchKey', 'NotFound')

@@ -7,16 +7,7 @@ from uuid import UUID
 
 from fastapi import APIRouter, Response
 
-from diffusion.fleet.jobs.spec import RESULT_SUFFIXES
-from diffusion.fleet.policies.endings import ending_of
-from diffusion.fleet.policies.rows import Ending, NodeState
-from diffusion.fleet.policies.spending import hours_left
-from diffusion.fleet.queue import leases, reading
-from diffusion.fleet.queue.database import Connection, new_token
-from diffusion.fleet.queue.leases import Lease
-from diffusion.fleet.service.bucket import Bucket
-from diffusion.fleet.service.gate import FleetService, GatedRoute, Machine, Pool, RequestRejected, Service, digest
-from diffusion.fleet.service.protocol import (
+from diffusion.fleet.jobs.protocol import (
     Done,
     EndRequest,
     Enrolled,
@@ -31,6 +22,14 @@ from diffusion.fleet.service.protocol import (
     UrlsAnswer,
     UrlsRequest,
 )
+from diffusion.fleet.jobs.spec import RESULT_SUFFIXES
+from diffusion.fleet.policies.limits import hours_left
+from diffusion.fleet.policies.rows import Ending, NodeState, ending_of
+from diffusion.fleet.queue import leases, reading
+from diffusion.fleet.queue.database import Connection, new_token
+from diffusion.fleet.queue.leases import Lease
+from diffusion.fleet.service.bucket import Bucket
+from diffusion.fleet.service.gate import FleetService, GatedRoute, Machine, Pool, RequestRejected, Service, digest
 
 router = APIRouter(route_class=GatedRoute, tags=['asked by a machine'])
 

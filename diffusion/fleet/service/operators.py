@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
+from diffusion.fleet.jobs.protocol import AccountAnswer, AccountSettings, MachineAction, OwnerSettings, PoolSettings
 from diffusion.fleet.jobs.spec import NAME
+from diffusion.fleet.policies.hand_out import ScalingLimits
 from diffusion.fleet.policies.rows import Ending, NodeState
-from diffusion.fleet.policies.scaling import ScalingLimits
 from diffusion.fleet.queue.bills import Period, bill
 from diffusion.fleet.queue.database import new_token
 from diffusion.fleet.queue.endings import close
 from diffusion.fleet.service.gate import Account, FleetService, GatedRoute, Operator, Owner, RequestRejected, Service, digest
-from diffusion.fleet.service.protocol import AccountAnswer, AccountSettings, MachineAction, OwnerSettings, PoolSettings
 from diffusion.fleet.service.scaling import proposal
 
 MAX_LISTED = 1000

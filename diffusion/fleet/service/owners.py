@@ -18,6 +18,7 @@ from psycopg.types.json import Jsonb
 from diffusion.common.files import parse_json_object
 from diffusion.common.text import counted
 from diffusion.fleet.jobs.checking import check_job, queue_mistakes
+from diffusion.fleet.jobs.protocol import FileContent, SignedFiles, SignedGet, StateAnswer, SubmitAnswer, UploadAnswer
 from diffusion.fleet.jobs.spec import JobError, JobSpec, spec_of
 from diffusion.fleet.policies.rows import Ending, JobState
 from diffusion.fleet.queue.database import Connection
@@ -25,7 +26,6 @@ from diffusion.fleet.queue.endings import close
 from diffusion.fleet.queue.reading import why_job_waits
 from diffusion.fleet.service.gate import Account, Body, FleetService, GatedRoute, Owner, RequestRejected, Service
 from diffusion.fleet.service.machines import result_folder
-from diffusion.fleet.service.protocol import FileContent, SignedFiles, SignedGet, StateAnswer, SubmitAnswer, UploadAnswer
 
 MAX_JOBS = 500  # a submission
 MAX_LISTED = 1000

@@ -1,12 +1,11 @@
-"""Number of machines that the fleet wants, and which idle ones may leave: rows of the database for policies/scaling.py."""
+"""Number of machines that the fleet wants, and which idle ones may leave: rows of the database for policies/hand_out.py."""
 
 from dataclasses import replace
 from typing import Any
 
 from diffusion.common.text import counted
-from diffusion.fleet.policies.last_job import stranded
+from diffusion.fleet.policies.hand_out import ScalingLimits, nodes_to_drain, num_takeable, stranded, wanted_nodes
 from diffusion.fleet.policies.rows import JobRow, NodeRow, NodeState
-from diffusion.fleet.policies.scaling import ScalingLimits, nodes_to_drain, num_takeable, wanted_nodes
 from diffusion.fleet.queue import reading
 from diffusion.fleet.queue.database import Connection
 

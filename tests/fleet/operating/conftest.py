@@ -7,8 +7,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from data_prep.crawling.addresses import network
+from diffusion.demo.postgres import LocalPostgres
 from diffusion.fleet.queue.database import Database, connected
-from diffusion.fleet.queue.local_postgres import LocalPostgres
 from diffusion.fleet.service.app import create_app
 from diffusion.fleet.service.bucket import Bucket
 from diffusion.fleet.service.gate import FleetService

@@ -15,10 +15,10 @@ from diffusion.fleet.jobs.spec import JobError, spec_of
 from diffusion.fleet.policies.rows import Ending
 from diffusion.fleet.queue.database import Database
 from diffusion.fleet.queue.endings import close
-from diffusion.fleet.service import notices, owners
+from diffusion.fleet.service import background, owners
+from diffusion.fleet.service.background import MAX_TRIES, WebhookSender
 from diffusion.fleet.service.bucket import Bucket
 from diffusion.fleet.service.gate import Account, FleetService
-from diffusion.fleet.service.notices import MAX_TRIES, WebhookSender
 
 LOOPBACK = (network('127.0.0.0/8'),)
 ANNA = Account('owner', 'anna')
@@ -172,7 +172,7 @@ def test_only_addresses_that_may_be_told_are_asked(address, networks, said, conn
 
 
 def test_no_transaction_waits_for_a_server_and_others_take_nothing_twice(connection, made_up, receiver, sender, monkeypatch):
-    monkeypatch.setattr(notices, 'TIMEOUT_SEC', 3)
+    monkeypatch.setattr(background, 'TIMEOUT_SEC', 3)
     receiver.wait_sec = 1.5
     own = notice(connection, made_up, receiver.url)
     thread = threading.Thread(target=sender.deliver)
@@ -189,7 +189,7 @@ def test_no_transaction_waits_for_a_server_and_others_take_nothing_twice(connect
 
 
 def test_a_server_that_says_nothing_is_left(connection, made_up, receiver, sender, monkeypatch):
-    monkeypatch.setattr(notices, 'TIMEOUT_SEC', 0.3)
+    monkeypatch.setattr(background, 'TIMEOUT_SEC', 0.3)
     receiver.wait_sec = 2
     own = notice(connection, made_up, receiver.url)
     begin = time.monotonic()

@@ -142,7 +142,7 @@ class LeaseAnswer(SignedSources):
     overrides: dict[str, Any]
     validation: dict[str, Any]
     hours_left: float
-    num_steps: int
+    num_steps: int = 0
 
 
 class RenewAnswer(ProtocolModel):
