@@ -26,7 +26,7 @@ from diffusion.common.arguments import positive_int
 from diffusion.contracts.manifest import INDEX_NAME
 
 if TYPE_CHECKING:  # imported by the functions that use it: --help answers at once
-    from diffusion.datasets.collate import Collate
+    from diffusion.datasets.loader import Collate
 
 RESOLUTION = 192  # half the images' shorter side: JPEGs are scaled while they are decoded
 BATCH = 64
@@ -105,7 +105,7 @@ def main() -> None:
     from streaming import StreamingDataset
 
     from data_prep.shapes import vocabulary
-    from diffusion.datasets.collate import Collate
+    from diffusion.datasets.loader import Collate
     from diffusion.datasets.mds import ImageCaptionMDS, LatentsCaptionMDS
     from diffusion.encoders.frozen import FrozenEncoders
     from diffusion.encoders.random_encoders import write_stand_in
@@ -115,7 +115,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_stand_in(folder / 'encoders', 'tiny', words=vocabulary())
-        collate = Collate(FrozenEncoders.load(EncoderSource(str(folder / 'encoders'))).tokenize, seed=0, caption_dropout=0.1)
+        collate = Collate(FrozenEncoders.load(EncoderSource(str(folder / 'encoders'))).text.tokenize, seed=0, caption_dropout=0.1)
         write_latents(folder / 'latents', args.samples)
         jpegs = write_images(folder / 'images', num_images)
 

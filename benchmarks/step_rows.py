@@ -163,9 +163,9 @@ def plain_loss(model: TextToImage) -> Callable[[Batch], Tensor]:
     scheduler = DDPMScheduler(schedule.num_timesteps, schedule.beta_start, schedule.beta_end, schedule.kind)
 
     def loss(batch: Batch) -> Tensor:
-        moments = batch['moments'] if 'moments' in batch else encoders.encode_images(batch['images'])
-        mean = moments[:, : encoders.latent_channels]
-        latents = encoders.latents(moments, torch.randn_like(mean, dtype=torch.float32))
+        moments = batch['moments'] if 'moments' in batch else encoders.vae.encode(batch['images'])
+        mean = moments[:, : encoders.vae.latent_channels]
+        latents = encoders.vae.latents(moments, torch.randn_like(mean, dtype=torch.float32))
         noise = torch.randn_like(latents)
         t = torch.randint(0, schedule.num_timesteps, (len(latents),), device=latents.device)
         noisy = scheduler.add_noise(latents, noise, t)

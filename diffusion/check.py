@@ -33,18 +33,7 @@ from diffusion.cost.facts import Cluster, Facts
 from diffusion.cost.hardware import MEMORY_GB, gpu_without_kernels, memory_gb
 from diffusion.cost.prices import RULES, load_prices, price_of_run
 from diffusion.cost.throughput import RateError, rate_sources
-from diffusion.datasets.sources import (
-    StreamSource,
-    batches_per_epoch,
-    is_prepared,
-    read_sources,
-    shares_of,
-    sizes_of,
-    store_text,
-    together,
-    too_few,
-    where,
-)
+from diffusion.datasets.sources import StreamSource, batches_per_epoch, is_prepared, read_sources, shares, store_text, too_few, where
 from diffusion.families.counting.counts import Counter
 from diffusion.families.networks import find_network
 from diffusion.recipe import AnyRecipe, AutoencoderRecipe, Recipe, RecipeError, load_any_recipe, to_dict
@@ -234,27 +223,28 @@ def data_errors(recipe: AnyRecipe, geometry: bool = False) -> list[str]:
     """
     errors = []
     for section, streams in _streams(recipe).items():
-        found: dict[str, dict[str, StreamSource]] = {}
-        prepared: dict[str, Mapping[str, int]] = {}
+        found: dict[str, StreamSource] = {}
+        sizes: dict[str, Mapping[str, int]] = {}
         for name, stream in streams.items():
             try:
                 if is_prepared(stream):
-                    prepared[name] = _sizes_once_prepared(recipe, f'{section}.{name}', name, stream)
+                    sizes[name] = _sizes_once_prepared(recipe, f'{section}.{name}', name, stream)
                 elif '://' not in where(stream):
-                    found |= read_sources(recipe, section, {name: stream}, geometry=geometry)
+                    sources = read_sources(recipe, section, {name: stream}, geometry=geometry)
+                    sizes[name] = {bucket: source.manifest.num_samples for bucket, source in sources.items()}
+                    found |= sources
             except ManifestError as error:
                 errors += str(error).splitlines()
             except (DataError, StorageError, StorageRefusal) as error:
                 errors.append(str(error).replace('\n', '\n    '))
-        if len(found) + len(prepared) < len(streams):
+        if len(sizes) < len(streams):
             continue  # the datasets can only be judged together
         try:
-            store_text(together(found))
-            sizes = {**sizes_of(found), **prepared}
+            store_text(found)
             if section == 'data.streams':
                 errors += starts_before_the_end(recipe, length_in_batches(recipe, batches_per_epoch(recipe, sizes, streams)))
             elif recipe.data.aspect_buckets:
-                shares_of(sizes, streams, batch_size=1, training=False)
+                shares(sizes, streams, batch_size=1, training=False)
         except ManifestError as error:
             errors.append(str(error))
     if recipe.data.kind == 'synthetic':

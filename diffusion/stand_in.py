@@ -81,7 +81,7 @@ def write_pipeline(folder: Path, like: str) -> None:
     is_flow = family.objective == 'flow'
     scheduler = Flow(FlowSettings()).scheduler() if is_flow else DDIMScheduler(clip_sample=False, steps_offset=1)
     side = SIDE if is_flow else network.config.sample_size  # a flow transformer has no size of its own
-    family.pipeline(network, encoders, scheduler, side * encoders.downsampling).save_pretrained(folder)
+    family.pipeline(network, encoders, scheduler, side * encoders.vae.downsampling).save_pretrained(folder)
 
 
 if __name__ == '__main__':

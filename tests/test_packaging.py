@@ -114,10 +114,26 @@ def test_torchvision_was_built_for_the_torch_that_is_installed():
     assert {Version(one.version).release[:2] for one in needed.specifier} == {Version(metadata.version('torch')).release[:2]}
 
 
-def pip(folder, *arguments, **variables):
-    for name in ('setup.py', 'pyproject.toml', 'diffusion/__init__.py'):
+def copy_what_installers_read(folder):
+    for name in ('setup.py', 'pyproject.toml', 'diffusion/__init__.py', 'README.md'):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, folder / name)
+
+
+@pytest.mark.timeout(600)  # it asks the package index about everything
+def test_uv_sync_takes_the_overridden_versions_by_itself(described, tmp_path):
+    copy_what_installers_read(tmp_path)
+    command = [f'{sysconfig.get_path("scripts")}/uv', 'sync', '--dry-run', '--python', sys.executable]
+    answer = subprocess.run(command, cwd=tmp_path, env={**os.environ, 'VIRTUAL_ENV': ''}, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    taken = dict(line[3:].split('==') for line in answer.stderr.splitlines() if line.startswith(' + ') and '==' in line)
+    needed = {canonicalize_name(one.name): one.specifier for one in map(Requirement, described['install_requires'])}
+    for name in ('torch', 'torchvision', 'transformers', 'diffusers', 'mosaicml', 'mosaicml-streaming'):
+        assert needed[name].contains(taken[name]), (name, taken[name])
+
+
+def pip(folder, *arguments, **variables):
+    copy_what_installers_read(folder)
     environment = {name: value for name, value in os.environ.items() if not name.startswith('PIP_')} | {'PIP_CONFIG_FILE': os.devnull} | variables
     command = [sys.executable, '-m', 'pip', *arguments, '--no-build-isolation', '--no-index']
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

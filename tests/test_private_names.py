@@ -74,9 +74,9 @@ USED = [
     ('diffusion/cost/hardware.py', 'torch._C', '_cuda_getArchFlags', 'what it was built for, without a GPU'),
     ('diffusion/families/unet.py', 'torch.nn.Conv2d', '_conv_forward', 'overridden: weights in channels_last'),
     ('diffusion/families/adapters.py', 'torch.nn.Module', '_parameters', 'replaced in place'),
-    ('diffusion/families/counting/activations.py', 'torch.nn.Module', '_parameters', 'replaced in place'),
-    ('diffusion/families/counting/activations.py', 'torch', '_subclasses.fake_tensor.FakeTensorMode utils._pytree.tree_map_only', 'a step without memory'),
-    ('diffusion/families/counting/activations.py', 'torch', 'utils._python_dispatch.TorchDispatchMode utils._pytree.tree_leaves UntypedStorage._cdata', 'its live tensors'),
+    ('diffusion/families/counting/tracing.py', 'torch.nn.Module', '_parameters', 'replaced in place'),
+    ('diffusion/families/counting/tracing.py', 'torch', '_subclasses.fake_tensor.FakeTensorMode utils._pytree.tree_map_only', 'a step without memory'),
+    ('diffusion/families/counting/tracing.py', 'torch', 'utils._python_dispatch.TorchDispatchMode utils._pytree.tree_leaves UntypedStorage._cdata', 'its live tensors'),
     ('diffusion/autoencoding/planning.py', 'torch._subclasses.fake_tensor', 'FakeTensorMode', 'the same of an autoencoder'),
     ('benchmarks/checking/host_syncs.py', 'torch', 'utils._python_dispatch.TorchDispatchMode ops.aten._local_scalar_dense.default', 'waits for the device, counted'),
     # others

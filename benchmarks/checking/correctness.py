@@ -174,15 +174,15 @@ def encode(folder: Path) -> Values:
     here.to(device(), torch.bfloat16 if on_gpu else torch.float32, vae_in_bf16=on_gpu)
     vae = plain.vae.module.double()
     plain.text.parts['text_encoder'].module.set_attn_implementation('eager')
-    tokens = plain.tokenize(['a red circle', ''])
+    tokens = plain.text.tokenize(['a red circle', ''])
     images = torch.randint(0, 256, (4, 3, RESOLUTION, RESOLUTION), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     limit = NETWORK['bf16' if on_gpu else 'fp32']
     with torch.no_grad():
         exact = vae.encode(images.double() / 127.5 - 1).latent_dist.parameters
     return {
         'checks': {
-            'text': [relative_error(here.encode_text(tokens).text, plain.encode_text(tokens).text), limit],
-            'moments': [relative_error(here.encode_images(images.to(device())), exact), limit],
+            'text': [relative_error(here.text.encode(tokens).text, plain.text.encode(tokens).text), limit],
+            'moments': [relative_error(here.vae.encode(images.to(device())), exact), limit],
         }
     }
 

@@ -18,7 +18,7 @@ from data_prep.sources.base import Part, captions_of, readable
 from data_prep.sources.folder import open_source
 from diffusion.common.storage import Folder, fingerprint, open_folder
 from diffusion.contracts.errors import DataError
-from diffusion.encoders.vae import Vae
+from diffusion.encoders.frozen import Vae
 from diffusion.recipe.schema import EncoderSource
 
 SIDE = 64  # of the latents: 512 px

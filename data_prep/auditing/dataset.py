@@ -274,7 +274,7 @@ def read_metadata(folder: Folder, files: Mapping[str, Stat]) -> DatasetMetadata:
             metadata.streams[stream] = manifest
             metadata.shards += shards
             here = open_folder(f'{folder.url}/{stream}') if stream else folder
-            metadata.add(stream, disagreements(manifest, [shard.entry for shard in shards], here))
+            metadata.add(stream, disagreements(manifest, shards, here))
             if manifest.kind == 'latents':
                 _check_latents(folder, stream, manifest, metadata)
         except (DataError, ManifestError) as error:

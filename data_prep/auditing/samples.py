@@ -221,7 +221,7 @@ def check_columns(shard: Shard, manifest: Manifest) -> None:
     """
     from streaming.base.format.mds.encodings import is_mds_encoding_safe  # imports torch
 
-    difference = other_columns(manifest, shard.entry)
+    difference = other_columns(manifest, shard)
     if difference:
         raise InvalidSample('columns are not those of the manifest', difference)
     for name, column in manifest.columns.items():

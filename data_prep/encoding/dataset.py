@@ -29,8 +29,8 @@ from diffusion.cost.hardware import own_device
 from diffusion.datasets.decode import ImageError
 from diffusion.datasets.shards import Shard, in_stream, read_shard, shards_by_name
 from diffusion.datasets.transforms import RECTANGLE, SQUARE, covered
-from diffusion.encoders.text import TextEncoders, tokenizer_digests
-from diffusion.encoders.vae import Vae
+from diffusion.encoders.frozen import Vae
+from diffusion.encoders.text import TextEncoders
 from diffusion.families.networks import find_network
 from diffusion.families.registry import family_of
 from diffusion.recipe.schema import EncoderSource
@@ -159,7 +159,7 @@ class Encoders:
 
     @property
     def tokenizers_sha256(self) -> str | None:
-        return None if self.text is None else ', '.join(tokenizer_digests(self.text).values())
+        return None if self.text is None else ', '.join(self.text.tokenizer_digests.values())
 
     def encode(self, batch: Pixels) -> tuple[Tensor, dict[str, Tensor]]:
         """(B, 2C, h, w) float16 moments, and the captions by column. Of several threads one encodes at a time."""
@@ -292,7 +292,7 @@ def encode(
             'source': {'path': str(source), 'format': 'image MDS', 'fingerprint_of_source': made_from.source.get('fingerprint')},
             'transform': transform,
             'encoder': vae.described(location.source, location.revision),
-            'text_encoder': {} if text is None else _made_with(text, text_sha256, family),
+            'text_encoder': {} if text is None else text_encoder_facts(text, family),
             'captioner': made_from.captioner,
         },
         described_by_stream={
@@ -302,7 +302,7 @@ def encode(
     work = EncodeWork(Encoding(folder, dataset.job, sizes, resolutions is None, columns, shard_bytes), encoders, batch_size)
     with dataset.job.begun(first=[in_stream(stream, name) for stream in columns for name in EMPTY_CAPTIONS.values()]):
         if text is not None and not share.merge_only:
-            _write_empty_captions(text, dataset.dest, list(columns))
+            write_empty_captions(text, dataset.dest, list(columns))
         return dataset.complete(lambda names: engine.map(work, [shards[name] for name in names]), share)
 
 
@@ -345,13 +345,13 @@ def columns_of(vae: Vae, text: TextEncoders | None, size_px: tuple[int, int], se
     return columns
 
 
-def _made_with(text: TextEncoders, text_sha256: str | None, family: str | None) -> dict[str, Any]:
-    """Section of the manifest about stored text embeddings."""
-    made_by = {'sha256': text_sha256, 'tokenizers': tokenizer_digests(text), 'family': family}
+def text_encoder_facts(text: TextEncoders, family: str | None) -> dict[str, Any]:
+    """Return the section of the manifest about stored text embeddings."""
+    made_by = {'sha256': ', '.join(part.sha256 for part in text.parts.values()), 'tokenizers': text.tokenizer_digests, 'family': family}
     return {**made_by, 'empty_caption': EMPTY_CAPTIONS['text_embeddings'], 'dtype': 'float16'}
 
 
-def _write_empty_captions(text: TextEncoders, dest: Folder, streams: list[str]) -> None:
+def write_empty_captions(text: TextEncoders, dest: Folder, streams: list[str]) -> None:
     for column, encoded in encode_captions(text, ['']).items():
         buffer = io.BytesIO()
         np.save(buffer, encoded[0].cpu().numpy())

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from diffusion.autoencoding.model import AutoencoderTraining
 from diffusion.autoencoding.networks import attention_shapes, build_autoencoder, init_output_scale
-from diffusion.checkpoints.initial import load_component
+from diffusion.checkpoints.initial import load_weights
 from diffusion.checkpoints.resume import refuse_other_encoders
+from diffusion.common.collective import unwrap_model
 from diffusion.common.images import grid, to_pil
 from diffusion.contracts.batch import Batch
 from diffusion.contracts.errors import EncoderError
-from diffusion.datasets.loader import ImagesAlone, eval_loader, train_loader
+from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.evaluation.features.lpips import find_perceptual
 from diffusion.families.registry import kernels_for
 from diffusion.monitoring.sample_grid import ImageGrid
@@ -32,12 +33,6 @@ from diffusion.training.micro_batch import micro_size
 from diffusion.training.trainer import Trainer
 
 COLUMNS = 8  # of a grid
-
-
-def unwrap_model(state: State) -> AutoencoderTraining:
-    """The model without its wrapper."""
-    model: Any = getattr(state.model, 'module', state.model)
-    return model
 
 
 class DiscriminatorStart(Callback):
@@ -66,7 +61,7 @@ class LossParts(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         if (state.timestamp.batch.value + 1) % self.every == 0:
-            logger.log_metrics({f'loss/train/{name}': part for name, part in unwrap_model(state).parts.items()})  # type: ignore[misc]
+            logger.log_metrics({f'loss/train/{name}': part for name, part in unwrap_model(state).parts.items()})
 
 
 class ReconstructionGrid(ImageGrid):
@@ -113,14 +108,14 @@ def build_trainer(recipe: AutoencoderRecipe) -> Trainer:
     digests = {} if model.perceptual is None else {'perceptual': model.perceptual.sha256}
     if start.found is not None:
         refuse_other_encoders(start.found.manifest, digests)
-    loader = train_loader(recipe, ImagesAlone(start.device))
+    loader = train_loader(recipe, None)
 
     def blank_batch(size: int) -> Batch:
         pixels = torch.zeros(size, 3, recipe.data.resolution, recipe.data.resolution, dtype=torch.uint8, device=start.device)
         return {'images': pixels, 'sample_key': torch.zeros(size, 3, dtype=torch.int64, device=start.device)}
 
     micro_batch = micro_size(recipe, model, blank_batch)
-    validation = eval_loader(recipe, ImagesAlone(start.device), micro_batch)
+    validation = eval_loader(recipe, None, micro_batch)
     callbacks: list[Callback] = [LossParts(recipe.log.every)]
     if recipe.autoencoder.adversarial is not None:
         callbacks.append(DiscriminatorStart(recipe.autoencoder.adversarial.start))
@@ -154,7 +149,7 @@ def build_model(recipe: AutoencoderRecipe, device: torch.device, resumes: bool =
     if settings.ease_start:
         init_output_scale(network)
     if recipe.load_path is not None and not resumes:
-        load_component(network, recipe.load_path, 'vae', objective=None)
+        load_weights(network, recipe.load_path, None)
     if recipe.train.checkpoint_activations:
         network.enable_gradient_checkpointing()
     model: Any = AutoencoderTraining(network, perceptual, settings, recipe.seed)

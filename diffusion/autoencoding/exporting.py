@@ -12,9 +12,9 @@ import torch
 from composer.utils import dist
 from diffusers import AutoencoderKL
 
-from diffusion.autoencoding.builder import unwrap_model
 from diffusion.autoencoding.model import AutoencoderTraining
 from diffusion.autoencoding.networks import moments_layer
+from diffusion.common.collective import unwrap_model
 from diffusion.common.files import read_json, replacing_folder
 from diffusion.contracts.errors import CheckpointError
 from diffusion.evaluation.metrics.reconstructions import LatentRecord, LatentStatistics

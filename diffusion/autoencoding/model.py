@@ -13,7 +13,7 @@ from diffusion.autoencoding.losses import adaptive_weight, discriminator_loss, g
 from diffusion.autoencoding.networks import PatchDiscriminator, last_layer
 from diffusion.contracts.batch import Batch
 from diffusion.datasets.keyed_random import Draw, normal
-from diffusion.encoders.vae import pixels_to_unit_range, posterior_sample, to_uint8
+from diffusion.encoders.frozen import pixels_to_unit_range, posterior_sample, to_uint8
 from diffusion.evaluation.features.lpips import PerceptualDistance
 from diffusion.evaluation.metrics.reconstructions import psnr, ssim
 from diffusion.recipe.autoencoder import AutoencoderSettings

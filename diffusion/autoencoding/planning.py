@@ -9,18 +9,14 @@ from diffusion.autoencoding.losses import training_flops, unweighted
 from diffusion.autoencoding.model import AutoencoderTraining
 from diffusion.autoencoding.networks import PatchDiscriminator, build_autoencoder
 from diffusion.cost.facts import Counts
-from diffusion.families.counting.activations import LiveStorages, as_on_a_gpu, channels_last
+from diffusion.families.counting.tracing import LiveStorages, as_on_a_gpu, channels_last
 from diffusion.recipe.autoencoder import AutoencoderRecipe, AutoencoderSettings
 
 BATCH = 64  # large enough for activations to decide where the peak is, and not the gradients
 
 
 def counts(recipe: AutoencoderRecipe, activations: bool = True) -> Counts:
-    """Count parameters, FLOP and activations.
-
-    Args:
-        activations: count them too; they are 0 otherwise.
-    """
+    """Count parameters, FLOP and, if they are asked for, activations, which are 0 otherwise."""
     settings, side_px = recipe.autoencoder, recipe.data.resolution
     with torch.device('meta'):
         network = build_autoencoder(settings.network)

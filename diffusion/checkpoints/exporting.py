@@ -32,6 +32,7 @@ from diffusion.checkpoints.resume import refuse_other_encoders
 from diffusion.common.files import replacing_folder
 from diffusion.contracts.errors import CheckpointError
 from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.encoders.pretrained import save_tokenizer
 from diffusion.families.adapters import adapted_parts, add_adapters, load_adapters, merge_adapter, peft_weights
 from diffusion.families.family import Family
@@ -135,11 +136,10 @@ def _base(network: nn.Module, recipe: Recipe, file: Path) -> tuple[FrozenEncoder
         raise CheckpointError(
             f'{file}: {file.with_suffix(".json").name} is not next to it, which says what network its adapter belongs to; copy both'
         )
-    path = base_of(recipe)
-    component = family_for(recipe).component
-    sha256, settings = load_base(network, recipe)
-    encoders = FrozenEncoders.load(recipe.model.encoders, family_for(recipe).find_text)
-    digests = encoders.digests | {component: sha256}
+    path, family = base_of(recipe), family_for(recipe)
+    settings = load_base(network, recipe)
+    encoders = FrozenEncoders.load(recipe.model.encoders, family.find_text)
+    digests = encoders.digests | {family.component: weights_sha256(network)}
     refuse_other_encoders(manifest, digests)
     source, revision = hub_source(path) or (path, None)
     scheduler = json.loads((settings.scheduler or build_objective(recipe.model).scheduler()).to_json_string())

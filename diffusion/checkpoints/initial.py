@@ -20,7 +20,6 @@ from diffusion.common.collective import on_first_rank_of_node
 from diffusion.common.files import read_json
 from diffusion.common.text import first_line, print_message
 from diffusion.contracts.errors import CheckpointError
-from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.encoders.pretrained import hub_problem
 from diffusion.families.pipeline import SCHEDULER, DrawingSettings
 from diffusion.families.registry import family_of
@@ -42,14 +41,7 @@ def base_of(recipe: Recipe) -> str:
     return recipe.load_path or (encoders.source if encoders.revision is None else f'{encoders.source}@{encoders.revision}')
 
 
-def load_base(network: nn.Module, recipe: Recipe) -> tuple[str, DrawingSettings]:
-    """Load as `load_base_weights`; return the SHA-256 of the network too. Of several processes of a machine the first alone computes it; the others
-    return an empty one."""
-    settings = load_base_weights(network, recipe)
-    return weights_sha256(network) if dist.get_local_rank() == 0 else '', settings
-
-
-def load_base_weights(network: nn.Module, recipe: Recipe) -> DrawingSettings:
+def load_base(network: nn.Module, recipe: Recipe) -> DrawingSettings:
     """Load the frozen network of an adapter, from `load_path` or, if that is null, from `model.encoders.source`; return how it is drawn with.
 
     Raises:
@@ -69,7 +61,7 @@ def load_base_weights(network: nn.Module, recipe: Recipe) -> DrawingSettings:
         raise CheckpointError(f'{key}: {str(error).removeprefix("load_path: ")}') from error
 
 
-def load_weights(network: nn.Module, path: str, model: Model, key: str = 'load_path', same_objective: bool = False) -> DrawingSettings:
+def load_weights(network: nn.Module, path: str, model: Model | None, key: str = 'load_path', same_objective: bool = False) -> DrawingSettings:
     """Start from a checkpoint (the weights as trained, not the EMA), or from a diffusers folder here or on the Hub (whatever it holds); return how
     images were drawn with it.
 
@@ -77,7 +69,7 @@ def load_weights(network: nn.Module, path: str, model: Model, key: str = 'load_p
 
     Args:
         path: a run folder, a `.pt` file, a diffusers folder, the URL of a `.pt` file in object storage, or `OWNER/NAME@COMMIT` on the Hub.
-        model: the recipe's section; a sampler in the diffusers folder that says the network was trained otherwise is mentioned.
+        model: the recipe's section; a sampler in the diffusers folder that says the network was trained otherwise is mentioned. None: an autoencoder.
         key: of the recipe that names the path, for the line that is printed.
         same_objective: refuse a network that was trained otherwise, as its sampler says: an adapter cannot learn another objective, and what the
             network draws with another sampler is noise.
@@ -85,17 +77,7 @@ def load_weights(network: nn.Module, path: str, model: Model, key: str = 'load_p
     Raises:
         CheckpointError: it cannot be fetched or read, or holds another network.
     """
-    return load_component(network, path, family_of(model.network).component, build_objective(model), key, same_objective)
-
-
-def load_component(
-    network: nn.Module, path: str, component: str, objective: Objective | None, key: str = 'load_path', same_objective: bool = False
-) -> DrawingSettings:
-    """The same of a network that is called `component` in a diffusers folder; without an objective, whatever a sampler next to it says.
-
-    Raises:
-        CheckpointError: as `load_weights`.
-    """
+    component, objective = ('vae', None) if model is None else (family_of(model.network).component, build_objective(model))
     part = f'{component}/{WEIGHTS}'
     settings = DrawingSettings()
     with _local_copy(path, [part, f'{component}/config.json', SCHEDULER, 'model_index.json']) as local:

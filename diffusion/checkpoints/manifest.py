@@ -3,8 +3,6 @@
 Old ones are deleted by a new listing each time, so that a restart forgets none. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -12,9 +10,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Self
 
-from diffusion.common.files import TEMPORARY, name_of_temporary, parse_json_object
+from diffusion.common.files import TEMPORARY, name_of_temporary, parse_typed
 from diffusion.common.processes import failpoint
 from diffusion.common.storage import Folder, LocalFolder
 
@@ -65,23 +63,11 @@ class CheckpointManifest:
         return json.dumps(asdict(self), indent=1) + '\n'
 
     @classmethod
-    def parse(cls, text: str | bytes, batch: int) -> CheckpointManifest:
-        """Parse the manifest of `batch`; fields that a later version adds are ignored.
-
-        Raises:
-            ValueError: torn, or the manifest of something else.
-        """
+    def parse(cls, content: bytes | str, batch: int) -> Self:
+        """Parse the manifest of `batch`, without fields that a later version adds; raise ValueError if it is torn, or that of something else."""
         try:
-            fields = parse_json_object(text)
-            kept: dict[str, Any] = {name: fields[name] for name in cls.__dataclass_fields__}
-            for name in ('files', 'data', 'encoders', 'packages'):
-                if not isinstance(kept[name], dict):
-                    raise ValueError(f'{name} is a {type(kept[name]).__name__}')
-            kept['files'] = {name: Content(str(content['sha256']), int(content['bytes'])) for name, content in kept['files'].items()}
-            manifest = cls(**kept)
-        except KeyError as error:
-            raise ValueError(f'the manifest lacks {error}') from error
-        except (ValueError, TypeError, OverflowError) as error:
+            manifest = parse_typed(content.encode() if isinstance(content, str) else content, cls)
+        except ValueError as error:
             raise ValueError(f'the manifest is damaged: {error}') from error
         if manifest.batch != batch or set(manifest.files) != {file_of(batch)}:
             raise ValueError(f'the manifest is that of batch {manifest.batch} with {", ".join(manifest.files)}')

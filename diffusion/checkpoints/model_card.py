@@ -143,7 +143,7 @@ def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts:
     yield 'learning rate', f'{recipe.optimizer.lr:g}, {recipe.optimizer.decay}, warm-up {recipe.optimizer.warmup}'
     yield 'precision', recipe.train.precision
     yield 'FLOP', f'{float(counts.flop) * samples:.2e} of the network, forward and backward (1 MAC = 2 FLOP, counted)'
-    gpu_hours = _gpu_hours(state)
+    gpu_hours = state.get('callbacks', {}).get('Throughput', {}).get('gpu_hours')  # of all processes of the run until this checkpoint
     device = f'{environment.get("num_gpus", UNKNOWN)} x {environment["device"]}' if 'device' in environment else UNKNOWN
     yield 'hardware', device
     yield 'GPU-hours', UNKNOWN if gpu_hours is None else f'{gpu_hours:,.3g} (of machines, if there is no GPU)'
@@ -156,14 +156,6 @@ def _training(recipe: Recipe, checkpoint: Path, state: Mapping[str, Any], facts:
         yield 'trained with', ', '.join([f'commit {manifest.commit or UNKNOWN}', *(f'{name} {number}' for name, number in manifest.packages.items())])
 
 
-def _gpu_hours(state: Mapping[str, Any]) -> float | None:
-    """GPU-hours of all processes of the run until this checkpoint."""
-    try:
-        return float(state['callbacks']['Throughput']['gpu_hours'])
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
 def _data(recipe: Recipe) -> str:
     if recipe.data.kind == 'synthetic':
         return 'Random latents and captions: this model has seen no images.'
@@ -173,16 +165,12 @@ def _data(recipe: Recipe) -> str:
 
 
 def _counts(stream: Stream) -> tuple[str, str]:
-    for where in (stream.local, stream.remote):
-        try:
-            manifest = Manifest.read(where) if where else None
-        except (ManifestError, StorageError):
-            continue
-        if manifest is not None:
-            dropped = ', '.join(f'{reason} {count:,}' for reason, count in sorted(manifest.dropped.items()) if count)
-            return f'{manifest.num_samples:,}', f'{manifest.attempted - manifest.num_samples:,} of {manifest.attempted:,}' + (
-                f': {dropped}' if dropped else ''
-            )
+    for where in filter(None, (stream.local, stream.remote)):
+        with suppress(ManifestError, StorageError):
+            manifest = Manifest.read(where)
+            reasons = ', '.join(f'{reason} {count:,}' for reason, count in sorted(manifest.dropped.items()) if count)
+            left_out = f'{manifest.attempted - manifest.num_samples:,} of {manifest.attempted:,}'
+            return f'{manifest.num_samples:,}', f'{left_out}: {reasons}' if reasons else left_out
     return UNKNOWN, f'{UNKNOWN}: its manifest could not be read when this was written'
 
 

@@ -5,7 +5,6 @@ the weighted sum of their profiles; the weights are those by which it comes clos
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +26,6 @@ LARGEST_RESIDUAL = 0.1
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Averages whose weighted sum is one of another width.
-
-    Attributes:
-        batches: of the checkpoints, one entry for each average.
-        numbers: which average of the checkpoint it is, from 0.
-        weights: of the sum.
-        residual: distance of the sum's profile from the one asked for, as a share of that one's norm (both as functions of the batches).
-    """
-
-    batches: list[int]
-    numbers: list[int]
-    weights: Floats
-    residual: float
-
-
 def inner_products(batches: Floats, gammas: Floats, other_batches: Floats, other_gammas: Floats) -> Floats:
     """Return the integrals over all batches of products of two profiles, (gamma + 1) t ** gamma / T ** (gamma + 1) for t <= T; arrays broadcast.
 
@@ -54,12 +36,16 @@ def inner_products(batches: Floats, gammas: Floats, other_batches: Floats, other
     return (gammas + 1) * (other_gammas + 1) / (gammas + other_gammas + 1) * (earlier / later) ** power / later
 
 
-def solve(batches: Sequence[int], profiles: Sequence[Profile], until: int, wanted: Profile) -> Mixture:
+def solve(batches: Sequence[int], profiles: Sequence[Profile], until: int, wanted: Profile) -> tuple[dict[tuple[int, int], float], float]:
     """Find the sum of averages, `profiles` at each of `batches`, that is closest to the `wanted` one after batch `until`.
 
     Least squares as in EDM2's algorithm 3, and the weights of the sum add up to 1, which is ours: without it the sum of few checkpoints is mostly
     off by a factor, 10 times as far as with it (docs/recipes.md). Averages that hardly differ make the system nearly singular: the smallest of the
     solutions that are equal to rounding is taken.
+
+    Returns:
+        The weight of each average by (batch, index in `profiles`), and the residual: the distance of the sum's profile from the one asked for, as a
+        share of that one's norm (both as functions of the batches).
     """
     times = np.repeat(np.array(batches, np.float64), len(profiles))
     gammas = np.tile(np.array([profile.gamma for profile in profiles]), len(batches))
@@ -72,8 +58,8 @@ def solve(batches: Sequence[int], profiles: Sequence[Profile], until: int, wante
     bordered = np.block([[among, ones[:, None]], [ones[None, :], np.zeros((1, 1))]])
     found = np.linalg.lstsq(bordered, np.append(to_wanted, 1.0), rcond=None)[0][:-1]
     residual = np.sqrt(max(0.0, float(1 - 2 * found @ to_wanted + found @ among @ found)))
-    numbers = list(range(len(profiles))) * len(batches)
-    return Mixture([int(time) for time in times], numbers, found * norm / norms, residual)
+    averages = [(batch, number) for batch in batches for number in range(len(profiles))]
+    return dict(zip(averages, map(float, found * norm / norms), strict=True)), residual
 
 
 def reconstruct(file: Path, recipe: Recipe, component: str, sigma_rel: float) -> tuple[dict[str, dict[str, Tensor]], dict[str, object]]:
@@ -97,31 +83,27 @@ def reconstruct(file: Path, recipe: Recipe, component: str, sigma_rel: float) ->
         raise CheckpointError(
             f'{file}: neither it nor a checkpoint before it in {file.parent} holds averages; take a later one, or --weights training'
         )
-    mixture = solve(batches, profiles, batches[-1], Profile.of_sigma_rel(sigma_rel))
-    if mixture.residual > LARGEST_RESIDUAL:
+    weights, residual = solve(batches, profiles, batches[-1], Profile.of_sigma_rel(sigma_rel))
+    if residual > LARGEST_RESIDUAL:
+        span = f'batch {batches[0]:,}' if len(batches) == 1 else f'batches {batches[0]:,} to {batches[-1]:,}'
         raise CheckpointError(
             f'--sigma-rel: {sigma_rel:g} is out of reach of the averages in {counted(len(batches), "checkpoint")} of {file.parent} '
-            f'({_spelt(batches)}; sigma_rel={recipe.ema.sigma_rel}): their best sum misses its profile by {mixture.residual:.0%}, at most '
+            f'({span}; sigma_rel={recipe.ema.sigma_rel}): their best sum misses its profile by {residual:.0%}, at most '
             f'{LARGEST_RESIDUAL:.0%} may be. Ask for a width nearer to those, or keep more checkpoints (checkpoint.keep_every)'
         )
     summed: dict[str, dict[str, Tensor]] = {}
     for batch, state in _whole(file, recipe, set(batches)):
         for number in range(len(profiles)):
             parts = weights_by_part(state, component, average=True, number=number)
-            index = next(i for i, one in enumerate(zip(mixture.batches, mixture.numbers, strict=True)) if one == (batch, number))
             assert parts is not None
-            _add(summed, parts, float(mixture.weights[index]))
-    return summed, {'sigma_rel': sigma_rel, 'from_checkpoints': batches, 'residual': mixture.residual}
-
-
-def _add(summed: dict[str, dict[str, Tensor]], parts: dict[str, dict[str, Tensor]], weight: float) -> None:
-    for part, named in parts.items():
-        into = summed.setdefault(part, {})
-        for name, tensor in named.items():
-            if name in into:
-                into[name].add_(tensor, alpha=weight)
-            else:
-                into[name] = tensor * weight
+            for part, named in parts.items():
+                into = summed.setdefault(part, {})
+                for name, tensor in named.items():
+                    if name in into:
+                        into[name].add_(tensor, alpha=weights[batch, number])
+                    else:
+                        into[name] = tensor * weights[batch, number]
+    return summed, {'sigma_rel': sigma_rel, 'from_checkpoints': batches, 'residual': residual}
 
 
 def _whole(file: Path, recipe: Recipe, among: set[int] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -151,7 +133,3 @@ def _whole(file: Path, recipe: Recipe, among: set[int] | None = None) -> Iterato
             raise CheckpointError(f'{path}: is of another run, with ema.sigma_rel={ema.sigma_rel}; move it away')
         if num_averages(state) == len(ema.sigma_rel):
             yield batches_trained(state), state
-
-
-def _spelt(batches: Sequence[int]) -> str:
-    return f'batch {batches[0]:,}' if len(batches) == 1 else f'batches {batches[0]:,} to {batches[-1]:,}'

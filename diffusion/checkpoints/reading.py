@@ -66,11 +66,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def check_against_manifest(file: Path, manifest: Path) -> None:
-    """Nothing if there is no manifest of this project.
-
-    Raises:
-        CheckpointError: `file` is damaged, or its manifest is.
-    """
+    """Raise CheckpointError if `file` is damaged, or its manifest is; nothing if there is no manifest of this project."""
     match = OURS.fullmatch(manifest.name)
     if match is None or not manifest.exists():
         return
@@ -119,11 +115,7 @@ def load_safely(path: Path, map_location: str = 'cpu', source: str | None = None
 
 
 def load_strictly(network: nn.Module, weights: dict[str, Tensor], source: str) -> None:
-    """Load all weights of `network`, no more and no fewer.
-
-    Raises:
-        CheckpointError: `source` holds another network.
-    """
+    """Load all weights of `network`, no more and no fewer; raise CheckpointError if `source` holds another network."""
     if any('.lora_A.' in name for name in weights):
         raise CheckpointError(f'{source}: holds an adapter, not a network; python -m diffusion.export RUN OUT --merged writes a whole one, name that')
     wrong = not_finite(weights)
@@ -136,20 +128,12 @@ def load_strictly(network: nn.Module, weights: dict[str, Tensor], source: str) -
 
 
 def training_weights(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The network as it is being trained; of an adapter, what it adds to the network.
-
-    Raises:
-        CheckpointError: the state holds no weights.
-    """
+    """The network as it is being trained; of an adapter, what it adds to the network. Raises CheckpointError if the state holds no weights."""
     return _network(_part(state, 'model'), 'model')
 
 
 def ema_weights(state: dict[str, Any]) -> dict[str, Tensor] | None:
-    """The average of the network, or None if averaging had not begun.
-
-    Raises:
-        CheckpointError: the state holds something else in its place.
-    """
+    """The average of the network, or None if averaging had not begun; raises CheckpointError if something else is in its place."""
     average = _average(state)
     return None if average is None else _network(average, 'EMA.average')
 

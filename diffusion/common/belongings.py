@@ -29,11 +29,7 @@ _made: dict[Path, int] = {}  # entries that it made, with its process id: a fork
 
 
 def entries() -> Path:
-    """Return the folder of the user's entries, and create it.
-
-    Raises:
-        PermissionError: someone else could write what is removed.
-    """
+    """Return the folder of the user's entries, and create it; raise PermissionError if someone else could write what is removed."""
     folder = SHARED_MEMORY / f'diffusion-{os.getuid()}'
     folder.mkdir(mode=0o700, exist_ok=True)
     info = folder.lstat()
@@ -43,11 +39,7 @@ def entries() -> Path:
 
 
 def make(name: str, owns: Iterable[Path] = ()) -> Path:
-    """Create an entry that this process holds, for things that need not exist yet.
-
-    Raises:
-        FileExistsError: the name is taken.
-    """
+    """Create an entry that this process holds, for things that need not exist yet; raise FileExistsError if the name is taken."""
     entry = entries() / name
     entry.mkdir(mode=0o700)
     while not join(entry):  # someone took it for a dead one, as it was not locked yet

@@ -26,6 +26,11 @@ def _dist() -> Any:
     return dist
 
 
+def unwrap_model(state: Any) -> Any:
+    """Return the model of a Composer State without the wrapper of DDP."""
+    return getattr(state.model, 'module', state.model)
+
+
 def on_first_rank(work: Callable[[], Result]) -> Result:
     """Run `work` on the first rank and return its result on all ranks. The others wait; all must call this.
 

@@ -192,11 +192,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """Parse a JSON object.
-
-    Raises:
-        ValueError: damaged, or not an object.
-    """
+    """Parse a JSON object; raise ValueError if it is damaged, or not an object."""
     content = parse_json(text)
     if not isinstance(content, dict):
         raise ValueError(f'expected a JSON object, got a {type(content).__name__}')
@@ -231,11 +227,7 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_typed(content: bytes, shape: type[T]) -> T:
-    """Parse JSON as `read_json` does.
-
-    Raises:
-        ValueError: the first field that does not fit, and its value, on one line.
-    """
+    """Parse JSON as `read_json` does; raise ValueError with the first field that does not fit, and its value, on one line."""
     from pydantic import TypeAdapter, ValidationError  # late: 0.2 s that most commands do not need
 
     try:

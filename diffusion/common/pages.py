@@ -47,11 +47,7 @@ SERIES = [name for name in PALETTE if name.startswith('series')]
 
 
 def write_page(path: Path, template: str, **values: Any) -> None:
-    """Render `templates/TEMPLATE` into a file, whole or not at all.
-
-    Args:
-        values: what the template names; `title` is of the page.
-    """
+    """Render `templates/TEMPLATE`, with the values that it names, into a file, whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_bytes(render_page(template, **values))
 

@@ -9,11 +9,12 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from diffusion.common.files import append_json_line, open_to_append
+from diffusion.common.text import counted
 
 EVENTS = 'events.jsonl'
 WAITING = 'data wait'
@@ -99,51 +100,41 @@ class Stopwatch:
         return time.monotonic() - self.began
 
 
-_running: Stopwatch | None = None
+_idle = Stopwatch(None, 0)
+_running = _idle  # a process has one clock, which saving and drawing can use without being handed it
 
 
 def start(path: Path | None, num_gpus: int) -> Stopwatch:
     """The stopwatch of this process from now on; the first counts from the process's own start, so that imports do not get lost."""
-    global _running  # noqa: PLW0603 - a process has one clock, which saving and drawing can use without being handed it
-    _running = Stopwatch(path, num_gpus, process_age_sec() if _running is None else 0.0)
+    global _running  # noqa: PLW0603
+    _running = Stopwatch(path, num_gpus, process_age_sec() if _running is _idle else 0.0)
     return _running
 
 
-@contextmanager
-def phase(name: str) -> Iterator[None]:
+def phase(name: str) -> AbstractContextManager[None]:
     """Count time in the block as phase `name` of the process's own stopwatch, if it has one."""
-    if _running is None:
-        yield
-        return
-    with _running.phase(name):
-        yield
+    return _running.phase(name)
 
 
 def end(reason: str) -> None:
     """Record why the process is about to end."""
-    if _running is not None:
-        _running.end(reason)
+    _running.end(reason)
 
 
 def saved(batch: int) -> None:
     """Record that a whole checkpoint of `batch` exists, or that the run begins there."""
-    if _running is not None:
-        _running.saved = batch
+    _running.saved = batch
 
 
 def unsaved() -> str:
     """Describe the steps that no checkpoint holds."""
-    watch = _running
-    steps = 0 if watch is None else (watch.batch or 0) - (watch.saved or 0)
-    if watch is None or steps <= 0:
-        return 'nothing'
-    return f'{steps:,} {"step" if steps == 1 else "steps"} since {f"the checkpoint of batch {watch.saved:,}" if watch.saved else "the start"}'
+    steps, saved = (_running.batch or 0) - (_running.saved or 0), _running.saved
+    return f'{counted(steps, "step")} since {f"the checkpoint of batch {saved:,}" if saved else "the start"}' if steps > 0 else 'nothing'
 
 
 def whereabouts() -> str:
     """Describe the phase that the process is in, and after which batch."""
-    watch = _running
-    return 'in the run' if watch is None else f'{watch.now_in} after batch {watch.batch or 0:,}'
+    return f'{_running.now_in} after batch {_running.batch or 0:,}'
 
 
 def process_age_sec() -> float:

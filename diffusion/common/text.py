@@ -144,11 +144,7 @@ def print_message(message: object) -> None:
 
 
 def differences(trees: Mapping[str, Mapping[str, Any]], ignored: Collection[str] = ()) -> list[tuple[str, ...]]:
-    """Return (dotted field, value in each tree) of the fields that are not the same in all.
-
-    Args:
-        ignored: dotted fields that may differ.
-    """
+    """Return (dotted field, value in each tree) of the fields that are not the same in all, except the `ignored` ones."""
     flat = [dict(leaves(tree)) for tree in trees.values()]
     fields = list(dict.fromkeys(field for tree in flat for field in tree))
     rows = [(field, *(tree.get(field, 'absent') for tree in flat)) for field in fields if field not in ignored]

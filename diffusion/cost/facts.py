@@ -1,6 +1,6 @@
 """Requirements of one recipe by arithmetic: samples, FLOP, memory of a GPU, loader, checkpoints, scores. No torch: a laptop can plan a run.
 
-Activations are counted by families/counting/activations.py. The search on the GPU itself (`batch.micro_size: auto`) is in training/micro_batch.py.
+Activations are counted by families/counting/tracing.py. The search on the GPU itself (`batch.micro_size: auto`) is in training/micro_batch.py.
 """
 
 import math
@@ -59,7 +59,7 @@ class Counts:
     Attributes:
         trained_parameters: all of the network's, or those of its adapter and of its text encoders' adapters.
         flop: of the network's forward and backward pass over one sample.
-        saved_bytes, peak_bytes: activations of one sample (diffusion/families/counting/activations.py).
+        saved_bytes, peak_bytes: activations of one sample (diffusion/families/counting/tracing.py).
         latent_channels: of the network's input.
         encoders: None where their architecture is not known without their weights.
         num_in_matrices: parameters that the optimizer treats as matrices; 0 for AdamW.

@@ -7,8 +7,7 @@ sources.py      a recipe's streams and their aspect-ratio buckets, compared with
 verified.py     streams of whole, right shards
 strict.py       datasets whose epochs are complete, and leave nothing in shared memory
 mds.py          the streaming datasets: images and latents; samples that cannot be decoded, counted
-collate.py      samples to a batch: tokens, caption dropout, flips
 watched.py      a DataLoader that says what became of its processes
-loader.py       a recipe's data section to a DataLoader; random data
+loader.py       a recipe's data section to a DataLoader; samples to a batch: tokens, caption dropout, flips; random data
 keyed_random.py random numbers that depend on the sample alone
 """

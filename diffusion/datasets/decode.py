@@ -36,45 +36,16 @@ PROFILE_NOTE = 'colour profile not usable, taken as sRGB'
 JPEG_OPTIONS = {'quality': 95, 'subsampling': 0}
 
 
-class ProfileError(ValueError):
-    """A colour profile that cannot be used: damaged, too large, or for other images than this one."""
-
-
-def needs_srgb(image: Image.Image) -> bool:
-    """Whether the image has a colour profile that shows its pixels otherwise than as sRGB.
-
-    Raises:
-        ProfileError: it cannot be used.
-    """
-    return _transform_of(image) is not None
-
-
-def in_srgb(image: Image.Image) -> Image.Image:
-    """The image (8 bits; RGB, RGBA, L or CMYK) with the colours that its profile gives it, RGB or RGBA; unchanged if that is what it has.
-
-    Raises:
-        ProfileError: the profile cannot be used.
-    """
-    transform = _transform_of(image)
-    if transform is None:
-        return image
-    result = ImageCms.applyTransform(image.convert('RGB') if image.mode == 'L' and transform.input_mode == 'RGB' else image, transform)
-    assert result is not None  # not in place
-    return result
-
-
-def _transform_of(image: Image.Image) -> ImageCms.ImageCmsTransform | None:
+def _transform_of(image: Image.Image) -> ImageCms.ImageCmsTransform | str | None:
+    """Transform to sRGB from the image's colour profile; None if it has none or that changes next to nothing; a text says why it cannot be used."""
     profile = image.info.get('icc_profile')
     if not profile:
         return None
     if len(profile) > MAX_PROFILE_BYTES:
-        raise ProfileError(f'colour profile of {len(profile):,} bytes')
-    alpha = image.mode in ('RGBA', 'LA', 'PA') or 'transparency' in image.info
+        return f'colour profile of {len(profile):,} bytes'
+    alpha = image.mode in ALPHA_MODES or 'transparency' in image.info
     mode = 'RGBA' if alpha else {'P': 'RGB', '1': 'L'}.get(image.mode, image.mode if image.mode in ('RGB', 'CMYK') else 'L')
-    found = _to_srgb(bytes(profile), mode)
-    if isinstance(found, str):
-        raise ProfileError(found)
-    return found
+    return _to_srgb(bytes(profile), mode)
 
 
 @lru_cache(CACHED_PROFILES)
@@ -176,7 +147,7 @@ def canonical(content: bytes) -> CanonicalImage:
     def work() -> CanonicalImage:
         image = _load(content, None)
         changes = _changes(image, content)
-        note = PROFILE_NOTE if _profile_fault(image) else ''
+        note = PROFILE_NOTE if isinstance(_transform_of(image), str) else ''  # most viewers pass over such a profile
         if not changes:
             return CanonicalImage(content, image, '', note)
         rgb, buffer = _as_rgb(_upright(image)), io.BytesIO()
@@ -253,7 +224,7 @@ def _changes(image: Image.Image, content: bytes) -> list[str]:
         changes.append('first frame')
     if _orientation(image) not in (None, 1):
         changes.append('EXIF orientation')
-    if image.info.get('icc_profile') and not _profile_fault(image) and needs_srgb(_in_eight_bits(image)):
+    if image.info.get('icc_profile') and isinstance(_transform_of(_in_eight_bits(image)), ImageCms.ImageCmsTransform):
         changes.append('colour profile')
     if not changes and image.mode not in ('RGB', 'L'):
         changes.append(f'mode {image.mode}')
@@ -272,15 +243,6 @@ def _orientation(image: Image.Image) -> int | None:
 def _upright(image: Image.Image) -> Image.Image:
     orientation = _orientation(image)
     return image if orientation in (None, 1) else image.transpose(UPRIGHT[orientation])
-
-
-def _profile_fault(image: Image.Image) -> bool:
-    """Whether the image has a colour profile that cannot be used; most viewers pass over such a profile."""
-    try:
-        needs_srgb(image)
-    except ProfileError:
-        return True
-    return False
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
@@ -304,7 +266,10 @@ def _in_eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _in_srgb(image: Image.Image) -> Image.Image:
-    try:
-        return in_srgb(image)
-    except ProfileError:
+    """The image (8 bits; RGB, RGBA, L or CMYK) with the colours that its profile gives it, RGB or RGBA; unchanged if it gives no others."""
+    transform = _transform_of(image)
+    if not isinstance(transform, ImageCms.ImageCmsTransform):
         return image
+    result = ImageCms.applyTransform(image.convert('RGB') if image.mode == 'L' and transform.input_mode == 'RGB' else image, transform)
+    assert result is not None  # not in place
+    return result

@@ -1,12 +1,12 @@
-"""A recipe's data section to DataLoaders."""
+"""A recipe's data section to DataLoaders, and samples to a batch: captions become tokens, some captions become empty, here and nowhere else."""
 
 import io
 import logging
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,26 +20,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from diffusion.common.collective import on_first_rank
 from diffusion.common.processes import shield_worker
 from diffusion.common.storage import open_folder
-from diffusion.contracts.batch import Conditioning, Sample
+from diffusion.contracts.batch import Batch, Sample, StoredImages
 from diffusion.contracts.errors import ManifestError
 from diffusion.contracts.manifest import EMPTY_CAPTIONS
-from diffusion.datasets.collate import Collate
+from diffusion.datasets.keyed_random import Draw, uniform
 from diffusion.datasets.mds import BadSamples, CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS, RandomCropMDS
-from diffusion.datasets.shards import HASH
-from diffusion.datasets.sources import (
-    StreamSource,
-    epoch_of,
-    is_prepared,
-    located,
-    read_sources,
-    shares_of,
-    sizes_of,
-    store_text,
-    summary,
-    together,
-    too_few,
-    where,
-)
+from diffusion.datasets.shards import HASH, pick
+from diffusion.datasets.sources import StreamSource, epoch_of, is_prepared, located, read_sources, shares, store_text, summary, too_few, where
 from diffusion.datasets.verified import VerifiedStream
 from diffusion.datasets.watched import WatchedLoader
 from diffusion.recipe.autoencoder import AnyRecipe, AutoencoderRecipe
@@ -101,43 +88,89 @@ class EpochSampler(DistributedSampler):
         return ((self.epoch, index) for index in super().__iter__())
 
 
-class ImagesAlone:
-    """Stand-in for encoders where images alone are trained on, without captions.
+@dataclass
+class Collate:
+    """A batch of samples; everything random is keyed by `seed` and each sample's key."""
 
-    Args:
-        device: that the batches go to.
-    """
+    tokenize: Callable[[Sequence[str]], dict[str, Tensor]] | None
+    """Captions -> token ids (B, L) int64 by text encoder, and masks; None leaves the captions out."""
+    seed: int
+    caption_dropout: float
+    """Share of captions replaced by the empty one; 0 for evaluation."""
+    flip: bool = False
+    """Mirror half of the images."""
+    vary_captions: bool = False
+    """Pick one of several captions by its weight; otherwise the first, as evaluation does."""
+    empty_captions: Mapping[str, Tensor] | None = None
+    """Float16 encoding of the empty caption by its column, for datasets that store text embeddings."""
+    downsampling: int | None = None
+    """Pixels per latent along a side, of families that read the geometry of an image; None leaves it out."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
+        sample_key = torch.tensor([sample['sample_key'] for sample in samples], dtype=torch.int64)
+        batch: Batch = {'sample_key': sample_key}
+        # One draw a sample: with several text encoders all of them would drop the caption together.
+        dropped = uniform(self.seed, sample_key, Draw.CAPTION_DROPOUT, 1)[:, 0] <= self.caption_dropout
+        if self.tokenize is not None:
+            kept = self._captions(samples, sample_key)
+            batch['tokens'] = self.tokenize(['' if drop else caption for caption, drop in zip(kept, dropped.tolist(), strict=True)])
+        if 'loss_weight' in samples[0]:
+            batch['loss_weight'] = torch.tensor([sample['loss_weight'] for sample in samples], dtype=torch.float32)
+        if 'moments' in samples[0]:
+            batch['moments'] = stacked([sample['moments'] for sample in samples])
+            for column, empty in (self.empty_captions or {}).items():
+                stored = stacked([sample[column] for sample in samples])  # type: ignore[literal-required]
+                batch[column] = torch.where(dropped.view(-1, *[1] * empty.ndim), empty, stored)  # type: ignore[literal-required]
+        elif 'stored' in samples[0]:
+            flips = self._mirrored(sample_key).tolist() if self.flip else [False] * len(samples)
+            batch['stored'] = StoredImages([sample['stored'] for sample in samples], flips, *samples[0]['target_px'])
+        else:
+            images = torch.stack([sample['images'] for sample in samples])
+            if self.flip:
+                mirrored = self._mirrored(sample_key)
+                images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(-1), images)
+            batch['images'] = images
+        if self.downsampling is not None:
+            batch['geometry'] = self._geometry(samples, self.downsampling)
+        return batch
+
+    def _mirrored(self, sample_key: Tensor) -> Tensor:
+        return uniform(self.seed, sample_key, Draw.FLIP, 1)[:, 0] <= 0.5
+
+    def _geometry(self, samples: Sequence[Sample], downsampling: int) -> Tensor:
+        """(B, 6) int32. A mirrored image keeps the left of its crop: crops are in the middle."""
+        if 'moments' in samples[0]:
+            target = [downsampling * side for side in samples[0]['moments'].shape[-2:]]
+        elif 'stored' in samples[0]:
+            target = list(samples[0]['target_px'][::-1])
+        else:
+            target = list(samples[0]['images'].shape[-2:])
+        return torch.from_numpy(np.array([[*sample['size'], *sample['crop'], *target] for sample in samples], np.int32))
+
+    def _captions(self, samples: Sequence[Sample], sample_key: Tensor) -> list[str]:
+        if not self.vary_captions or all(len(sample['captions']) == 1 for sample in samples):
+            return [sample['captions'][0][0] for sample in samples]
+        draws = uniform(self.seed, sample_key, Draw.CAPTION, 1)[:, 0].tolist()
+        return [pick(sample['captions'], draw) for sample, draw in zip(samples, draws, strict=True)]
+
+
+def stacked(arrays: Sequence[np.ndarray]) -> Tensor:
+    """(B, ...) float16 of B equal shapes. By way of bytes: an MDS row begins its arrays anywhere, and NumPy copies unaligned numbers one by one."""
+    return torch.frombuffer(bytearray().join(array.data for array in arrays), dtype=torch.float16).view(len(arrays), *arrays[0].shape)
 
 
 class LoaderEncoders(Protocol):
-    """The part of the frozen encoders (encoders/frozen.py) that the loader uses."""
+    """The frozen encoders (encoders/frozen.py, a room above)."""
 
-    latent_channels: int
-    downsampling: int
-    scaling_factor: float
-
-    @property
-    def tokenize(self) -> Callable[[Sequence[str]], dict[str, Tensor]]: ...
-
-    @property
-    def vae_sha256(self) -> str: ...
-
-    @property
-    def tokenizer_digests(self) -> dict[str, str]: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def encode_text(self, tokens: Mapping[str, Tensor]) -> Conditioning: ...
+    vae: Any
+    text: Any
 
 
-def train_loader(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, geometry: bool = False) -> WatchedLoader:
+def train_loader(recipe: AnyRecipe, encoders: LoaderEncoders | None, geometry: bool = False) -> WatchedLoader:
     """This rank's share of the training data, shuffled, with caption dropout; incomplete last batches are left out.
 
     Args:
+        encoders: None where images alone are trained on, without captions.
         geometry: the network's family reads size and crop of an image.
 
     Raises:
@@ -151,7 +184,7 @@ def train_loader(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, geom
     return loader
 
 
-def eval_loader(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, batch_size: int, geometry: bool = False) -> WatchedLoader | None:
+def eval_loader(recipe: AnyRecipe, encoders: LoaderEncoders | None, batch_size: int, geometry: bool = False) -> WatchedLoader | None:
     """All of the evaluation data in a fixed order with every caption, or None if the recipe does not evaluate."""
     if recipe.eval.every is None:
         return None
@@ -168,25 +201,27 @@ def dataset_identities(loader: DataLoader) -> dict[str, str]:
     return dict(getattr(loader.dataset, 'identities', {}))
 
 
-def _loader(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, batch_size: int, geometry: bool, training: bool) -> WatchedLoader:
-    data, frozen = recipe.data, None if isinstance(encoders, ImagesAlone) else encoders
+def _loader(recipe: AnyRecipe, encoders: LoaderEncoders | None, batch_size: int, geometry: bool, training: bool) -> WatchedLoader:
+    data = recipe.data
+    dataset: Any
     if data.kind == 'synthetic':
         dataset, sampler, empty_captions = *_synthetic(recipe, encoders, batch_size, training), None
     else:
         section = 'data' if training else 'eval'
-        named = located(recipe, section)
-        found = _read_on_first_rank(lambda: read_sources(recipe, f'{section}.streams', named, frozen.vae_sha256 if frozen else None, geometry))
-        sources = _whole_batches(found, named, batch_size, training) if data.aspect_buckets else together(found)
-        empty_captions = _empty_captions(sources, frozen) if frozen else None
+        streams, vae_sha256 = located(recipe, section), encoders.vae.sha256 if encoders else None
+        sources = _read_on_first_rank(lambda: read_sources(recipe, f'{section}.streams', streams, vae_sha256, geometry))
+        if data.aspect_buckets:
+            sources = _whole_batches(sources, streams, batch_size * dist.get_world_size(), training)
+        empty_captions = _empty_captions(sources, encoders) if encoders else None
         dataset, sampler = _streaming(recipe, sources, encoders, batch_size, training), None
     collate = Collate(
-        frozen.tokenize if frozen else None,
+        encoders.text.tokenize if encoders else None,
         seed=recipe.seed,
         caption_dropout=data.caption_dropout if training else 0.0,
         flip=data.flip and training,
         vary_captions=training,
         empty_captions=empty_captions,
-        downsampling=frozen.downsampling if frozen and geometry else None,
+        downsampling=encoders.vae.downsampling if encoders and geometry else None,
     )
     return WatchedLoader(
         dataset,
@@ -198,45 +233,64 @@ def _loader(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, batch_siz
         persistent_workers=data.workers > 0,
         worker_init_fn=shield_worker,
         prefetch_factor=2 if data.workers else None,
-        pin_memory=encoders.device.type == 'cuda' and data.encoders is None,  # images that go elsewhere are copied anyway
+        pin_memory=torch.cuda.is_available() and data.encoders is None,  # images that go elsewhere are copied anyway
         timeout=data.timeout_sec if data.workers else 0,  # without workers the waits have ends of their own
     )
 
 
-def _synthetic(recipe: AnyRecipe, encoders: LoaderEncoders | ImagesAlone, batch_size: int, training: bool) -> tuple[Any, Any]:
+def _synthetic(recipe: AnyRecipe, encoders: LoaderEncoders | None, batch_size: int, training: bool) -> tuple[Any, Any]:
     resolution = recipe.data.resolution
     count = recipe.data.synthetic_samples if training else batch_size * dist.get_world_size()
-    if isinstance(encoders, ImagesAlone):
+    if encoders is None:
         dataset: Any = SyntheticImages(count, resolution)
     else:
-        side = resolution // encoders.downsampling
-        dataset = SyntheticLatents(count, (2 * encoders.latent_channels, side, side), 1 / encoders.scaling_factor, (resolution,) * 2)
+        side = resolution // encoders.vae.downsampling
+        dataset = SyntheticLatents(count, (2 * encoders.vae.latent_channels, side, side), 1 / encoders.vae.scaling_factor, (resolution,) * 2)
     shuffle = recipe.data.shuffle and training
     return dataset, EpochSampler(
         dataset, num_replicas=dist.get_world_size(), rank=dist.get_global_rank(), shuffle=shuffle, seed=recipe.seed, drop_last=training
     )
 
 
-def _whole_batches(
-    found: Mapping[str, Mapping[str, StreamSource]], streams: Mapping[str, Stream], batch_size: int, training: bool
-) -> dict[str, StreamSource]:
+def _whole_batches(sources: Mapping[str, StreamSource], streams: Mapping[str, Stream], global_size: int, training: bool) -> dict[str, StreamSource]:
     """The buckets that an epoch takes samples from; evaluation takes all, training says what it leaves out."""
-    global_size = batch_size * dist.get_world_size()
-    taken = shares_of(sizes_of(found), streams, global_size, training)
+    sizes = {name: {bucket: source.manifest.num_samples for bucket, source in sources.items() if source.dataset == name} for name in streams}
+    taken = shares(sizes, streams, global_size, training)
     if training and dist.get_global_rank() == 0:
         print(summary(taken, global_size), file=sys.stderr, flush=True)
-    return {bucket: replace(source, choose=taken[bucket].chosen) for bucket, source in together(found).items() if taken[bucket].chosen}
+    return {bucket: replace(source, choose=taken[bucket].chosen) for bucket, source in sources.items() if taken[bucket].chosen}
 
 
 def _streaming(
-    recipe: AnyRecipe, sources: Mapping[str, StreamSource], encoders: LoaderEncoders | ImagesAlone, batch_size: int, training: bool
-) -> Any:
-    data = recipe.data
-    caches = {name: _cache(name, source, recipe, training) for name, source in sources.items()}
-    _remove_other_caches(recipe, caches.values(), training)
+    recipe: AnyRecipe, sources: Mapping[str, StreamSource], encoders: LoaderEncoders | None, batch_size: int, training: bool
+) -> CaptionedMDS:
+    data, global_size, use = recipe.data, batch_size * dist.get_world_size(), 'train' if training else 'eval'
+    # Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left. So each dataset and each machine
+    # has its own here.
+    caches = Path(recipe.run_folder) / 'cache' / f'node{dist.get_node_rank()}'
+    local = {name: source.stream.local or str(caches / f'{use}-{name.replace("/", "-")}-{source.identity[:12]}') for name, source in sources.items()}
+    if dist.get_local_rank() == 0:
+        for folder in caches.glob(f'{use}-*'):
+            if str(folder) not in local.values():
+                print(f'{folder}: the cache of data that are not used any more; removed', file=sys.stderr, flush=True)
+                shutil.rmtree(folder, ignore_errors=True)
+    streams = [
+        VerifiedStream(
+            name=name,
+            index=source.index,
+            verify=data.verify,
+            patience_sec=data.timeout_sec / 3,  # once ahead of time and once when it is due, and then there is time left to say so
+            remote=source.stream.remote,
+            local=local[name],
+            proportion=source.stream.proportion,
+            choose=source.choose,
+            validate_hash=HASH,
+        )
+        for name, source in sources.items()
+    ]
     weights = [source.stream.loss_weight for source in sources.values()]
     arguments: dict[str, Any] = {
-        'streams': [_stream(name, source, caches[name], recipe) for name, source in sources.items()],
+        'streams': streams,
         'identities': {name: source.identity for name, source in sources.items()},
         'bad_samples': BadSamples(Path(recipe.run_folder) / BAD_SAMPLES, data.max_bad_samples),
         'timeout_sec': data.timeout_sec,
@@ -249,77 +303,35 @@ def _streaming(
         'shuffle_seed': recipe.seed,
         'shuffle_block_size': data.shuffle_block_size,
         # A part that is no whole number of batches would be filled up with samples that the epoch has already.
-        'num_canonical_nodes': math.gcd(data.canonical_nodes, batch_size * dist.get_world_size()),
+        'num_canonical_nodes': math.gcd(data.canonical_nodes, global_size),
         'predownload': data.predownload,
         'cache_limit': data.cache_limit,
         'download_timeout': min(60, data.timeout_sec / 10),  # without a byte
     }
-    if data.aspect_buckets:
-        arguments |= _per_bucket(recipe, sources)
+    if data.aspect_buckets:  # whole batches of one bucket each, `choose` being whole batches
+        # Streaming takes padding, which evens out the loader's workers, for samples that it drops, and warns of it in each epoch.
+        logging.getLogger('streaming.base.batching.per_stream').setLevel(logging.ERROR)
+        chosen = [source.choose or 0 for source in sources.values()]
+        arguments |= {
+            'batching_method': 'per_stream',
+            # Shared out among the buckets by size, and py1e fails on a share below 1.
+            'shuffle_block_size': max(data.shuffle_block_size, math.ceil(1.01 * sum(chosen) / min(chosen))),
+            # Which samples an epoch takes is drawn by a loop in Python, 256 at a time: by single ones LAION would take minutes.
+            'sampling_granularity': 256,
+        }
     elif training:
-        num_samples, streams = sum(source.manifest.num_samples for source in sources.values()), {name: one.stream for name, one in sources.items()}
-        epoch = epoch_of(num_samples, streams, batch_size * dist.get_world_size())
+        num_samples = sum(source.manifest.num_samples for source in sources.values())
+        epoch = epoch_of(num_samples, [source.stream for source in sources.values()], global_size)
         arguments['epoch_size'] = epoch if epoch > num_samples else None
     square = (data.resolution, data.resolution)
     sizes_px = [source.manifest.bucket_px or square if data.aspect_buckets else square for source in sources.values()]
-    if isinstance(encoders, ImagesAlone):
-        cut_anywhere = training and isinstance(recipe, AutoencoderRecipe) and recipe.data.crop == 'random'
-        made = partial(RandomCropMDS, seed=recipe.seed) if cut_anywhere else ImageCaptionMDS
-        dataset: CaptionedMDS = made(sizes_px=sizes_px, **arguments)
-    elif data.kind == 'images':
-        dataset = ImageCaptionMDS(sizes_px=sizes_px, decode=data.encoders is None or data.encoders.ray.send == 'pixels', **arguments)
-    else:
-        shapes = [(2 * encoders.latent_channels, height // encoders.downsampling, width // encoders.downsampling) for width, height in sizes_px]
-        dataset = LatentsCaptionMDS(shapes=shapes, **arguments)
-    return dataset
-
-
-def _per_bucket(recipe: AnyRecipe, sources: Mapping[str, StreamSource]) -> dict[str, Any]:
-    """Arguments by which Streaming gives whole batches of one bucket each, `choose` being whole batches."""
-    # It takes padding, which evens out the loader's workers, for samples that it drops, and warns of it in each epoch.
-    logging.getLogger('streaming.base.batching.per_stream').setLevel(logging.ERROR)
-    chosen = [source.choose or 0 for source in sources.values()]
-    return {
-        'batching_method': 'per_stream',
-        # Shared out among the buckets by size, and py1e fails on a share below 1.
-        'shuffle_block_size': max(recipe.data.shuffle_block_size, math.ceil(1.01 * sum(chosen) / min(chosen))),
-        # Which samples an epoch takes is drawn by a loop in Python, 256 at a time: by single ones LAION would take minutes.
-        'sampling_granularity': 256,
-    }
-
-
-def _cache(name: str, source: StreamSource, recipe: AnyRecipe, training: bool) -> str:
-    """Streaming's own choice of a cache folder works once only: it refuses the folder that an earlier start left. So each dataset and each
-    machine has its own here."""
-    cache = f'{"train" if training else "eval"}-{name.replace("/", "-")}-{source.identity[:12]}'
-    return source.stream.local or str(_caches(recipe) / cache)
-
-
-def _caches(recipe: AnyRecipe) -> Path:
-    return Path(recipe.run_folder) / 'cache' / f'node{dist.get_node_rank()}'
-
-
-def _remove_other_caches(recipe: AnyRecipe, caches: Iterable[str], training: bool) -> None:
-    """Remove the caches of datasets that the recipe named at an earlier start of this run."""
-    if dist.get_local_rank() == 0:
-        for folder in _caches(recipe).glob('train-*' if training else 'eval-*'):
-            if str(folder) not in caches:
-                print(f'{folder}: the cache of data that are not used any more; removed', file=sys.stderr, flush=True)
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _stream(name: str, source: StreamSource, cache: str, recipe: AnyRecipe) -> VerifiedStream:
-    return VerifiedStream(
-        name=name,
-        index=source.index,
-        verify=recipe.data.verify,
-        patience_sec=recipe.data.timeout_sec / 3,  # once ahead of time and once when it is due, and then there is time left to say so
-        remote=source.stream.remote,
-        local=cache,
-        proportion=source.stream.proportion,
-        choose=source.choose,
-        validate_hash=HASH,
-    )
+    if data.kind == 'latents':
+        assert encoders is not None  # whose VAE made them
+        channels, downsampling = 2 * encoders.vae.latent_channels, encoders.vae.downsampling
+        return LatentsCaptionMDS(shapes=[(channels, height // downsampling, width // downsampling) for width, height in sizes_px], **arguments)
+    if isinstance(recipe, AutoencoderRecipe) and training and recipe.data.crop == 'random':
+        return RandomCropMDS(seed=recipe.seed, sizes_px=sizes_px, **arguments)
+    return ImageCaptionMDS(sizes_px=sizes_px, decode=data.encoders is None or data.encoders.ray.send == 'pixels', **arguments)
 
 
 def _empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoders) -> dict[str, Tensor] | None:
@@ -330,9 +342,9 @@ def _empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoder
     """
     if not store_text(sources):
         return None
+    ours = encoders.text.tokenizer_digests
     for name, source in sources.items():
-        tokenizers = source.manifest.text_encoder.get('tokenizers', encoders.tokenizer_digests)  # datasets of earlier versions do not say
-        if tokenizers != encoders.tokenizer_digests:
+        if source.manifest.text_encoder.get('tokenizers', ours) != ours:  # datasets of earlier versions do not say
             raise ManifestError(
                 f'stream {name} ({where(source.stream)}): manifest text_encoder.tokenizers are not those of model.encoders; use the tokenizers '
                 'of the dataset, or encode again with --text-embeddings'
@@ -346,7 +358,7 @@ def _empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoder
 
 def _checked_empty_captions(sources: Mapping[str, StreamSource], encoders: LoaderEncoders) -> dict[str, Tensor]:
     """The recipe's encoding, if the datasets' is the same; one rank looks, the others need no text encoder for it."""
-    empty = encoders.encode_text(encoders.tokenize(['']))
+    empty = encoders.text.encode(encoders.text.tokenize(['']))
     ours = {column: encoded[0].cpu() for column, encoded in empty.to_store().items()}
     everything = slice(None)
     # What is at padding is no caption's, where the network masks it.

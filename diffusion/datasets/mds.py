@@ -37,11 +37,7 @@ class BadSamples:
         self.path, self.most = path, most
 
     def add(self, stream: str, shard: str, sample: int, cause: str) -> None:
-        """Note a sample, once however often it is met.
-
-        Raises:
-            DataError: there are more than `most`.
-        """
+        """Note a sample, once however often it is met; raise DataError if there are more than `most`."""
         with open_to_append(self.path, shared=True) as file:
             known = list(read_json_lines(self.path))
             entry = {'stream': stream, 'shard': shard, 'sample': sample, 'cause': cause}
@@ -100,9 +96,8 @@ class CaptionedMDS(StrictStreamingDataset):
                     f'{self.called(shard_id)}: cannot be read: {error}; look at this disk, and run the same command again'
                 ) from error
             except Exception as error:  # decoders raise what they like
-                stream, shard = self.streams[self.stream_per_shard[shard_id]].name, self.shards[shard_id].raw_data.basename
-                self.bad_samples.add(stream, shard, int(position), f'{type(error).__name__}: {error}')
-                print_message(f'stream {stream}: sample {position} of shard {shard} is replaced by the next: {error}')
+                self.refuse(sample_id - first + position, f'{type(error).__name__}: {error}')
+                print_message(f'{self.called(shard_id)}: sample {position} is replaced by the next: {error}')
         raise DataError(f'{self.called(shard_id)}: none of its {num_samples} samples can be decoded; make the dataset again')
 
     def _mended(self, sample_id: int, key: SampleKey) -> dict[str, Any]:
@@ -129,6 +124,12 @@ class CaptionedMDS(StrictStreamingDataset):
             key: of the sample whose place this one takes, on which all that is random depends.
         """
 
+    def refuse(self, sample_id: int, cause: str) -> None:
+        """Note a sample that cannot be decoded, here or elsewhere; raise DataError with its stream, shard and number if there are too many."""
+        shard_id, position = self.spanner[sample_id]
+        stream, shard = self.streams[self.stream_per_shard[shard_id]].name, self.shards[shard_id].raw_data.basename
+        self.bad_samples.add(stream, shard, int(position), cause)
+
     def stream_of(self, sample_id: int) -> int:
         return int(self.stream_per_shard[self.spanner[sample_id][0]])
 
@@ -150,23 +151,9 @@ class ImageCaptionMDS(CaptionedMDS):
         size = {'size': np.array((row['original_height'], row['original_width']), np.int32)} if 'original_height' in row else {}
         return {**images, 'crop': np.array(crop, np.int32), **size}
 
-    def refuse(self, sample_id: int, cause: str) -> None:
-        """Note a sample that could not be decoded elsewhere; none takes its place.
-
-        Raises:
-            DataError: with its stream, shard and number.
-        """
-        shard_id, position = self.spanner[sample_id]
-        stream, shard = self.streams[self.stream_per_shard[shard_id]].name, self.shards[shard_id].raw_data.basename
-        self.bad_samples.add(stream, shard, int(position), cause)
-
 
 class RandomCropMDS(ImageCaptionMDS):
-    """Images without captions, each scaled to between the target and its own size and cut anywhere, drawn again each epoch.
-
-    Args:
-        seed: keys the draws, with each sample's key.
-    """
+    """Images without captions, each scaled to between the target and its own size and cut anywhere, drawn again each epoch by `seed`."""
 
     def __init__(self, *, seed: int, **streaming: Any):
         super().__init__(**streaming)

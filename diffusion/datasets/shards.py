@@ -25,8 +25,53 @@ REMEDY = 'copy it again; python -m data_prep.audit says how to have it written a
 _DIGEST = re.compile('[0-9a-f]{64}')
 _NUMBERED = re.compile(r'(.*shard\.)(\d{5})(\.mds)')
 
-Entry = dict[str, Any]
-"""Entry of index.json about one shard."""
+
+def in_stream(stream: str, name: str) -> str:
+    """File name below the dataset of a file of one stream."""
+    return f'{stream}/{name}' if stream else name
+
+
+class DamagedShard(DataError):
+    """A shard is missing, or is not what the index says."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard file of a dataset."""
+
+    stream: str
+    entry: dict[str, Any]  # of index.json
+
+    @property
+    def path(self) -> str:
+        """File name below the dataset."""
+        return in_stream(self.stream, self.basename)
+
+    @property
+    def basename(self) -> str:
+        """File name below its stream."""
+        return self.entry['raw_data']['basename']
+
+    @property
+    def num_samples(self) -> int:
+        return self.entry['samples']
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        return self.entry['raw_data']['hashes']
+
+    @property
+    def num_bytes(self) -> int:
+        return self.entry['raw_data']['bytes']
+
+    @property
+    def name(self) -> str:
+        """Its path, without what is the same for all: a name for a part made from it."""
+        return self.path.removesuffix('.mds').replace('/shard.', '-').replace('/', '-')
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return {'shard': self.path, 'hashes': self.hashes}
 
 
 @dataclass(frozen=True)
@@ -40,8 +85,8 @@ class Disagreement:
         return f'{self.where}: {self.detail}'
 
 
-def read_index(content: bytes) -> list[Entry]:
-    """The shards that an index.json names, each with the fields that are needed to read it.
+def read_index(content: bytes, stream: str = '') -> list[Shard]:
+    """The shards that the index.json of a stream names, each with the fields that are needed to read it.
 
     Raises:
         ValueError: it is damaged, or not the index of an MDS dataset.
@@ -55,7 +100,7 @@ def read_index(content: bytes) -> list[Entry]:
                 raise ValueError(f'entry {number} has a field of the wrong type')
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'is not an MDS index: {error!r}') from error
-    return entries
+    return [Shard(stream, entry) for entry in entries]
 
 
 def leads_outside(basename: str) -> bool:
@@ -63,7 +108,7 @@ def leads_outside(basename: str) -> bool:
     return basename.startswith('/') or '..' in PurePosixPath(basename).parts
 
 
-def disagreements(manifest: Manifest, entries: Sequence[Entry], folder: Folder) -> list[Disagreement]:
+def disagreements(manifest: Manifest, shards: Sequence[Shard], folder: Folder) -> list[Disagreement]:
     """Every way in which a stream's list of shards contradicts itself or the stream's manifest.
 
     Args:
@@ -72,7 +117,7 @@ def disagreements(manifest: Manifest, entries: Sequence[Entry], folder: Folder) 
     Raises:
         StorageError: the counts differ and the folder cannot be listed.
     """
-    names = [basename(entry) for entry in entries]
+    names = [shard.basename for shard in shards]
     outside = [name for name in names if leads_outside(name)]
     if outside:
         return [Disagreement(INDEX_NAME, f'names {outside[0]!r}, a file outside the dataset; do not use data from this source')]
@@ -82,15 +127,15 @@ def disagreements(manifest: Manifest, entries: Sequence[Entry], folder: Folder) 
         if times > 1
     ]
     found += [
-        Disagreement(basename(entry), f'{INDEX_NAME} has no SHA-256 of it, so damage to it could not be noticed')
-        for entry in entries
-        if not _DIGEST.fullmatch(str(entry['raw_data']['hashes'].get(HASH)))
+        Disagreement(shard.basename, f'{INDEX_NAME} has no SHA-256 of it, so damage to it could not be noticed')
+        for shard in shards
+        if not _DIGEST.fullmatch(str(shard.hashes.get(HASH)))
     ]
     if HASH not in manifest.hashes:
         found.append(Disagreement(MANIFEST_NAME, f'hashes is {manifest.hashes}, without the {HASH} that each shard needs'))
-    num_listed = sum(entry['samples'] for entry in entries)
+    num_listed = sum(shard.num_samples for shard in shards)
     if num_listed != manifest.num_samples:
-        suspects = '; '.join(_suspects(entries, folder))
+        suspects = '; '.join(_suspects(shards, folder))
         found.append(
             Disagreement(
                 MANIFEST_NAME,
@@ -108,16 +153,11 @@ def disagreements_of_streams(manifest: Manifest, num_samples: int) -> list[Disag
     return found + _miscounts(manifest)
 
 
-def other_columns(manifest: Manifest, entry: Entry) -> str:
+def other_columns(manifest: Manifest, shard: Shard) -> str:
     """The columns of a shard next to the manifest's, where they differ; otherwise ''."""
-    found = dict(zip(entry['column_names'], entry['column_encodings'], strict=True))
+    found = dict(zip(shard.entry['column_names'], shard.entry['column_encodings'], strict=True))
     promised = {name: column['encoding'] for name, column in manifest.columns.items()}
     return '' if found == promised else f'{found}, the manifest says {promised}'
-
-
-def basename(entry: Entry) -> str:
-    """Name of the shard's file, below its stream."""
-    return entry['raw_data']['basename']
 
 
 def num_samples_in(shard: Path) -> int:
@@ -133,19 +173,19 @@ def _miscounts(manifest: Manifest) -> list[Disagreement]:
     return [Disagreement(MANIFEST_NAME, f'attempted is {manifest.attempted}, num_samples and dropped add up to {accounted}')]
 
 
-def _suspects(entries: Sequence[Entry], folder: Folder) -> Iterator[str]:
+def _suspects(shards: Sequence[Shard], folder: Folder) -> Iterator[str]:
     """The shards that a difference of the counts may come from."""
-    files, listed = folder.files(), {basename(entry) for entry in entries}
-    absent = {name for name in files if name.endswith('.mds')} - listed
+    listed = {shard.basename for shard in shards}
+    absent = {name for name in folder.files() if name.endswith('.mds')} - listed
     highest = Counter[tuple[str, str]]()
     for match in filter(None, map(_NUMBERED.fullmatch, listed)):
         highest[match[1], match[3]] = max(highest[match[1], match[3]], int(match[2]))
     absent |= {f'{start}{number:05}{end}' for (start, end), last in highest.items() for number in range(last)} - listed
     yield from (f'{name} is not listed' for name in sorted(absent))
-    for entry in entries if isinstance(folder, LocalFolder) else ():
-        path = Path(folder.url) / basename(entry)
-        if path.is_file() and num_samples_in(path) != entry['samples']:
-            yield f'{basename(entry)} holds {counted(num_samples_in(path), "sample")}, {INDEX_NAME} says {entry["samples"]}'
+    for shard in shards if isinstance(folder, LocalFolder) else ():
+        path = Path(folder.url) / shard.basename
+        if path.is_file() and num_samples_in(path) != shard.num_samples:
+            yield f'{shard.basename} holds {counted(num_samples_in(path), "sample")}, {INDEX_NAME} says {shard.num_samples}'
 
 
 def captions_of(row: Mapping[str, Any]) -> list[tuple[str, float]]:
@@ -176,69 +216,24 @@ def words_in(caption: str) -> set[str]:
     return set(re.findall(r'[a-z]+', caption.lower()))
 
 
-def in_stream(stream: str, name: str) -> str:
-    """File name below the dataset of a file of one stream."""
-    return f'{stream}/{name}' if stream else name
-
-
-class DamagedShard(DataError):
-    """A shard is missing, or is not what the index says."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A shard file of a dataset, and its entry in index.json."""
-
-    stream: str
-    entry: dict[str, Any]
-
-    @property
-    def path(self) -> str:
-        """File name below the dataset."""
-        return in_stream(self.stream, self.basename)
-
-    @property
-    def basename(self) -> str:
-        return basename(self.entry)
-
-    @property
-    def num_samples(self) -> int:
-        return self.entry['samples']
-
-    @property
-    def num_bytes(self) -> int:
-        return self.entry['raw_data']['bytes']
-
-    @property
-    def name(self) -> str:
-        """Its path, without what is the same for all: a name for a part made from it."""
-        return self.path.removesuffix('.mds').replace('/shard.', '-').replace('/', '-')
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        return {'shard': self.path, 'hashes': self.entry['raw_data']['hashes']}
-
-
 def list_shards(folder: Folder, streams: Sequence[str]) -> list[Shard]:
     """All shards of some streams, in the order of the index.
 
     Raises:
         DataError: an index.json is missing or damaged, or names files outside the dataset.
     """
-    shards = []
+    shards = list[Shard]()
     for stream in streams:
         if leads_outside(stream):
             raise DataError(f'{folder.url}/{MANIFEST_NAME}: names the stream {stream!r}, outside the dataset; do not use data from this source')
         name = in_stream(stream, INDEX_NAME)
         try:
-            entries = read_index(folder.read(name))
+            shards += read_index(folder.read(name), stream)
         except FileNotFoundError as error:
             raise DataError(f'{error}; {REMEDY}') from None
         except ValueError as error:
             raise DataError(f'{folder.url}/{name} {error}; {REMEDY}') from error
-        shards += [Shard(stream, entry) for entry in entries]
-        outside = [basename(entry) for entry in entries if leads_outside(basename(entry))]
-        if outside:
+        if outside := [shard.basename for shard in shards if leads_outside(shard.basename)]:
             raise DataError(f'{folder.url}/{name}: names {outside[0]!r}, a file outside the dataset; do not use data from this source')
     return shards
 
@@ -249,13 +244,12 @@ def agreed_shards(folder: Folder, manifest: Manifest) -> list[Shard]:
     Raises:
         DataError: as `list_shards`; or they do not agree.
     """
-    streams = manifest.streams or ['']
-    shards = list_shards(folder, streams)
-    for stream in streams:
-        here = open_folder(f'{folder.url}/{stream}') if stream else folder
-        found = disagreements(Manifest.read(here.url), [shard.entry for shard in shards if shard.stream == stream], here)
-        if found:
+    shards = list[Shard]()
+    for stream in manifest.streams or ['']:
+        own, here = list_shards(folder, [stream]), open_folder(f'{folder.url}/{stream}') if stream else folder
+        if found := disagreements(Manifest.read(here.url), own, here):
             raise DataError(f'{here.url}/{found[0]}; {REMEDY}')
+        shards += own
     return shards
 
 
@@ -281,7 +275,7 @@ def read_shard(folder: Folder, shard: Shard, scratch: Path) -> Iterator[dict[str
     with quick_imports():
         from streaming.base.format.mds.reader import MDSReader  # imports torch; only the processes that read need it
 
-    where, expected = f'{folder.url}/{shard.path}', shard.entry['raw_data']['hashes'].get('sha256')
+    where, expected = f'{folder.url}/{shard.path}', shard.hashes.get(HASH)
     try:
         path = folder.fetch(shard.path, scratch)
     except FileNotFoundError:

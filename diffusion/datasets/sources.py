@@ -7,15 +7,16 @@ leaves out.
 """
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from diffusion.common.storage import open_folder
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError, ManifestError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest, identity
-from diffusion.datasets.shards import Disagreement, basename, disagreements, disagreements_of_streams, other_columns, read_index
+from diffusion.datasets.shards import Disagreement, disagreements, disagreements_of_streams, other_columns, read_index
 from diffusion.recipe.autoencoder import AnyRecipe
 from diffusion.recipe.contradictions import contradictions, is_bucket_name
 from diffusion.recipe.schema import Stream, present
@@ -27,15 +28,28 @@ Sizes = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
-class BucketShare:
+class StreamSource:
+    """A dataset of a stream, or one of its aspect buckets."""
+
+    dataset: str
+    """Name of the recipe's stream."""
+    stream: Stream
+    """Where it lies; a bucket has no proportion: it is the dataset's, and `shares` heeds it."""
+    manifest: Manifest
+    index: bytes
+    """Content of index.json."""
+    identity: str
+    """SHA-256 of what makes this dataset this one."""
+    choose: int | None = None
+    """Samples of an epoch, of an aspect bucket."""
+
+
+class BucketShare(NamedTuple):
     """Samples that an epoch takes from one bucket."""
 
-    num_samples: int
-    """There are."""
-    due: int
-    """An epoch would take of them: all, or what `proportion` says."""
-    chosen: int
-    """It takes, in whole batches."""
+    num_samples: int  # there are
+    due: int  # all of them, or what `proportion` says
+    chosen: int  # taken, in whole batches
 
     @property
     def left_out(self) -> int:
@@ -43,25 +57,19 @@ class BucketShare:
         return max(0, self.due - self.chosen)
 
 
-def buckets_of(name: str, stream: Stream, manifest: Manifest) -> dict[str, Stream]:
-    """The streams of a dataset of buckets, by `NAME/WIDTHxHEIGHT`; a dataset that is one bucket itself keeps its name.
+def is_prepared(stream: Stream) -> bool:
+    """Whether the run makes the stream's dataset itself, of photos or of images that it draws (finetuning/)."""
+    return stream.photos is not None or stream.drawn is not None
 
-    They have no proportion: it is the dataset's, and `shares` heeds it.
 
-    Raises:
-        ManifestError: its streams are something else than aspect buckets.
-    """
-    others = [bucket for bucket in manifest.streams if not is_bucket_name(bucket)]
-    if others:
-        raise ManifestError(
-            f'stream {name} ({where(stream)}): manifest names the stream {others[0]}, which is no aspect bucket WIDTHxHEIGHT; convert the '
-            'images with --buckets aspect:PX, or set data.aspect_buckets=false and name one of its streams'
-        )
-    whole = replace(stream, proportion=None)
-    below = {
-        f'{name}/{bucket}': replace(whole, remote=_below(stream.remote, bucket), local=_below(stream.local, bucket)) for bucket in manifest.streams
+def located(recipe: AnyRecipe, section: str) -> dict[str, Stream]:
+    """The streams of `data` or `eval`; the dataset of one that the run makes itself is in the run folder."""
+    streams = present(getattr(recipe, section).streams)
+    folder = Path(recipe.run_folder) / 'prepared'
+    return {
+        name: replace(stream, local=str(folder / f'{section}-{name.replace("/", "-")}')) if is_prepared(stream) else stream
+        for name, stream in streams.items()
     }
-    return below or {name: whole}
 
 
 def where(stream: Stream) -> str:
@@ -69,39 +77,52 @@ def where(stream: Stream) -> str:
     return stream.remote or stream.local or ''
 
 
-def _below(folder: str | None, bucket: str) -> str | None:
-    return None if folder is None else f'{folder.rstrip("/")}/{bucket}'
+def buckets_of(name: str, stream: Stream, manifest: Manifest) -> dict[str, Stream]:
+    """The streams of a dataset of buckets, by `NAME/WIDTHxHEIGHT`; a dataset that is one bucket itself keeps its name.
+
+    Raises:
+        ManifestError: its streams are something else than aspect buckets.
+    """
+    if others := [bucket for bucket in manifest.streams if not is_bucket_name(bucket)]:
+        raise ManifestError(
+            f'stream {name} ({where(stream)}): manifest names the stream {others[0]}, which is no aspect bucket WIDTHxHEIGHT; convert the '
+            'images with --buckets aspect:PX, or set data.aspect_buckets=false and name one of its streams'
+        )
+    found = {}
+    for bucket in manifest.streams:
+        remote, local = (folder and f'{folder.rstrip("/")}/{bucket}' for folder in (stream.remote, stream.local))
+        found[f'{name}/{bucket}'] = replace(stream, proportion=None, remote=remote, local=local)
+    return found or {name: replace(stream, proportion=None)}
 
 
-def shares(
-    num_samples: Mapping[str, Mapping[str, int]], proportions: Mapping[str, float | None], batch_size: int, filled: Collection[str]
-) -> dict[str, BucketShare]:
+def shares(sizes: Sizes, streams: Mapping[str, Stream], batch_size: int, training: bool) -> dict[str, BucketShare]:
     """Share of each bucket that holds samples in an epoch.
 
+    Evaluation, and training on photos, which are few, take all: they repeat some samples to fill the last batch of a bucket. Of other datasets what
+    does not fill one is left out.
+
     Args:
-        num_samples: of each bucket of each dataset.
-        proportions: of each dataset, as in the recipe: for all or for none.
+        streams: of the recipe, by dataset; all have a proportion or none has.
         batch_size: over all ranks.
-        filled: datasets that repeat some samples to fill the last batch of a bucket; of others what does not fill one is left out.
 
     Raises:
         ManifestError: no bucket fills a batch.
     """
-    sizes = {name: sum(buckets.values()) for name, buckets in num_samples.items()}
-    weight = sum(proportion or 0 for proportion in proportions.values()) or 1
+    in_all = sum(sum(buckets.values()) for buckets in sizes.values())
+    weight = sum(stream.proportion or 0 for stream in streams.values()) or 1
     result = {}
-    for name, buckets in num_samples.items():
-        proportion = proportions[name]
+    for name, buckets in sizes.items():
+        stream = streams[name]
         for bucket, count in buckets.items():
             if count == 0:
                 continue
-            due = count if proportion is None else int(sum(sizes.values()) * proportion / weight * count / sizes[name])
-            num_batches = -(-max(due, 1) // batch_size) if name in filled else due // batch_size
+            due = count if stream.proportion is None else int(in_all * stream.proportion / weight * count / sum(buckets.values()))
+            num_batches = due // batch_size if training and not is_prepared(stream) else -(-max(due, 1) // batch_size)
             result[bucket] = BucketShare(count, due, num_batches * batch_size)
     if not any(share.chosen for share in result.values()):
         most = max((share.due for share in result.values()), default=0)
         raise ManifestError(
-            f'no aspect bucket of {", ".join(num_samples)} fills a batch: the largest has {counted(most, "sample")} an epoch, batch.global_size is '
+            f'no aspect bucket of {", ".join(sizes)} fills a batch: the largest has {counted(most, "sample")} an epoch, batch.global_size is '
             f'{batch_size:,}; lower it, or train on squares with data.aspect_buckets=false'
         )
     return result
@@ -127,38 +148,9 @@ def summary(found: Mapping[str, BucketShare], batch_size: int) -> str:
     return '\n'.join(lines)
 
 
-@dataclass(frozen=True)
-class StreamSource:
-    """A Streaming stream to be."""
-
-    stream: Stream
-    manifest: Manifest
-    index: bytes
-    """Content of index.json."""
-    identity: str
-    """SHA-256 of what makes this dataset this one."""
-    choose: int | None = None
-    """Samples of an epoch, of an aspect bucket."""
-
-
-def is_prepared(stream: Stream) -> bool:
-    """Whether the run makes the stream's dataset itself, of photos or of images that it draws (finetuning/)."""
-    return stream.photos is not None or stream.drawn is not None
-
-
-def located(recipe: AnyRecipe, section: str) -> dict[str, Stream]:
-    """The streams of `data` or `eval`; the dataset of one that the run makes itself is in the run folder."""
-    streams = present(getattr(recipe, section).streams)
-    folder = Path(recipe.run_folder) / 'prepared'
-    return {
-        name: replace(stream, local=str(folder / f'{section}-{name.replace("/", "-")}')) if is_prepared(stream) else stream
-        for name, stream in streams.items()
-    }
-
-
 def read_sources(
     recipe: AnyRecipe, section: str, streams: Mapping[str, Stream], vae_sha256: str | None = None, geometry: bool = False
-) -> dict[str, dict[str, StreamSource]]:
+) -> dict[str, StreamSource]:
     """Read the dataset of each stream or, of a dataset of aspect buckets, the buckets that hold samples.
 
     Args:
@@ -171,12 +163,12 @@ def read_sources(
         DataError: its index.json is missing or damaged, or it and the manifest disagree.
         StorageError, StorageRefusal: storage does not answer, or not to this.
     """
-    found = {}
+    found: dict[str, StreamSource] = {}
     for name, stream in streams.items():
-        root = _read(name, stream)
+        root = _read(name, name, stream)
         sources = {name: root}
         if recipe.data.aspect_buckets:
-            sources = {bucket: _read(bucket, below) for bucket, below in buckets_of(name, stream, root.manifest).items()}
+            sources = {bucket: _read(name, bucket, below) for bucket, below in buckets_of(name, stream, root.manifest).items()}
             if root.manifest.streams:
                 _agree(name, where(stream), disagreements_of_streams(root.manifest, sum(one.manifest.num_samples for one in sources.values())))
             sources = {bucket: source for bucket, source in sources.items() if source.manifest.num_samples}
@@ -188,50 +180,23 @@ def read_sources(
         ]
         if errors:
             raise ManifestError('\n'.join(errors))
-        found[name] = sources
+        found |= sources
     return found
 
 
-def together(found: Mapping[str, Mapping[str, StreamSource]]) -> dict[str, StreamSource]:
-    """The datasets of all streams."""
-    return {name: source for sources in found.values() for name, source in sources.items()}
-
-
-def sizes_of(found: Mapping[str, Mapping[str, StreamSource]]) -> Sizes:
-    """Samples of each dataset."""
-    return {name: {bucket: source.manifest.num_samples for bucket, source in sources.items()} for name, sources in found.items()}
-
-
-def shares_of(sizes: Sizes, streams: Mapping[str, Stream], batch_size: int, training: bool) -> dict[str, BucketShare]:
-    """Share of each aspect bucket in an epoch; evaluation, and training on photos, which are few, take all.
-
-    Args:
-        batch_size: over all ranks.
-
-    Raises:
-        ManifestError: no bucket fills a batch.
-    """
-    filled = {name for name, stream in streams.items() if not training or is_prepared(stream)}
-    return shares(sizes, {name: stream.proportion for name, stream in streams.items()}, batch_size, filled)
-
-
 def batches_per_epoch(recipe: AnyRecipe, sizes: Sizes, streams: Mapping[str, Stream]) -> int:
-    """Whole batches that an epoch of the training data fills.
-
-    Raises:
-        ManifestError: none.
-    """
+    """Whole batches that an epoch of the training data fills; raises ManifestError if there is none."""
     size = recipe.batch.global_size
     if recipe.data.aspect_buckets:
-        num_samples = sum(share.chosen for share in shares_of(sizes, streams, size, training=True).values())
+        num_samples = sum(share.chosen for share in shares(sizes, streams, size, training=True).values())
     else:
-        num_samples = epoch_of(sum(sum(buckets.values()) for buckets in sizes.values()), streams, size)
+        num_samples = epoch_of(sum(sum(buckets.values()) for buckets in sizes.values()), streams.values(), size)
     if num_samples < size:
         raise ManifestError(too_few(recipe, num_samples))
     return num_samples // size
 
 
-def epoch_of(num_samples: int, streams: Mapping[str, Stream], batch_size: int) -> int:
+def epoch_of(num_samples: int, streams: Iterable[Stream], batch_size: int) -> int:
     """Samples of an epoch without aspect buckets: as many as there are; with photos, which are few and repeated, whole batches.
 
     What fills no batch is left out at the end of an epoch, where Streaming's py1e puts more samples of small streams than of large ones: of 5 photos
@@ -240,7 +205,7 @@ def epoch_of(num_samples: int, streams: Mapping[str, Stream], batch_size: int) -
     Args:
         batch_size: over all ranks.
     """
-    return -(-num_samples // batch_size) * batch_size if any(is_prepared(stream) for stream in streams.values()) else num_samples
+    return -(-num_samples // batch_size) * batch_size if any(map(is_prepared, streams)) else num_samples
 
 
 def too_few(recipe: AnyRecipe, num_samples: int) -> str:
@@ -250,42 +215,38 @@ def too_few(recipe: AnyRecipe, num_samples: int) -> str:
 
 
 def store_text(sources: Mapping[str, StreamSource]) -> bool:
-    """Whether the datasets store text embeddings.
-
-    Raises:
-        ManifestError: some do and some do not.
-    """
+    """Whether the datasets store text embeddings; raises ManifestError if only some do."""
     without = [name for name, source in sources.items() if not source.manifest.text_encoder]
     if without and len(without) < len(sources):
         raise ManifestError(f'streams {", ".join(without)} store no text embeddings and the others do; encode all of them alike')
     return not without
 
 
-def _read(name: str, stream: Stream) -> StreamSource:
-    """Read what a dataset says about itself, never from a cache.
+def _read(dataset: str, name: str, stream: Stream) -> StreamSource:
+    """Read what the dataset of a stream, or its bucket `name`, says about itself, never from a cache.
 
     Raises:
         DataError: index.json is missing or damaged, or it and the manifest disagree.
     """
     folder = where(stream)
-    manifest = Manifest.read(folder)
+    manifest, place = Manifest.read(folder), open_folder(folder)
     if manifest.streams:  # there is no index next to it, but one in each of its streams
-        return StreamSource(stream, manifest, b'', '')
+        return StreamSource(dataset, stream, manifest, b'', '')
+    remedy = 'copy the dataset again, or make it again'
     try:
-        index = open_folder(folder).read(INDEX_NAME)
+        index = place.read(INDEX_NAME)
+        listed = read_index(index)
     except FileNotFoundError as error:
-        raise DataError(f'stream {name}: {folder}/{INDEX_NAME} does not exist; copy the dataset again, or make it again') from error
-    try:
-        entries = read_index(index)
+        raise DataError(f'stream {name}: {folder}/{INDEX_NAME} does not exist; {remedy}') from error
     except ValueError as error:
-        raise DataError(f'stream {name}: {folder}/{INDEX_NAME} {error}; copy the dataset again, or make it again') from error
-    _agree(name, folder, disagreements(manifest, entries, open_folder(folder)))
-    for entry in entries:
-        if difference := other_columns(manifest, entry):
-            raise DataError(f'stream {name}: {folder}/{basename(entry)}: has the columns {difference}; copy the dataset again, or make it again')
+        raise DataError(f'stream {name}: {folder}/{INDEX_NAME} {error}; {remedy}') from error
+    _agree(name, folder, disagreements(manifest, listed, place))
+    for shard in listed:
+        if difference := other_columns(manifest, shard):
+            raise DataError(f'stream {name}: {folder}/{shard.basename}: has the columns {difference}; {remedy}')
     if is_prepared(stream):  # by another machine's arithmetic its latents would differ in their last bits: it is what it was made of
-        return StreamSource(stream, manifest, index, hashlib.sha256(open_folder(folder).read(INGREDIENTS_NAME)).hexdigest())
-    return StreamSource(stream, manifest, index, identity(index, open_folder(folder).read(MANIFEST_NAME)))
+        return StreamSource(dataset, stream, manifest, index, hashlib.sha256(place.read(INGREDIENTS_NAME)).hexdigest())
+    return StreamSource(dataset, stream, manifest, index, identity(index, place.read(MANIFEST_NAME)))
 
 
 def _agree(name: str, folder: str, found: list[Disagreement]) -> None:

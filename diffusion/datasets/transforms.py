@@ -45,11 +45,7 @@ def random_square(content: bytes, side_px: int, scale: float, top: float, left: 
 
 
 def crop_of(content: bytes, width: int, height: int) -> tuple[int, int]:
-    """The crop that `covered` returns, from the image's first bytes.
-
-    Raises:
-        ImageError: they are not those of an image.
-    """
+    """The crop that `covered` returns, from the image's first bytes; raises ImageError if they are not those of an image."""
     return _covering(size_when_opened(content, (width, height)), width, height)[1]
 
 

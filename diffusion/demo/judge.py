@@ -14,7 +14,7 @@ from PIL import Image
 from data_prep.shapes import draw
 from diffusion.common.images import to_pil
 from diffusion.contracts.scenes import PALETTE, Scene, Verdict, random_scene
-from diffusion.encoders.vae import Vae
+from diffusion.encoders.frozen import Vae
 from diffusion.evaluation.features.drawn_shapes import Palette, look
 from diffusion.evaluation.job.results import Evaluation
 

@@ -88,11 +88,7 @@ class FrozenPart(Generic[Module]):
 
     @cached_property
     def module(self) -> Module:
-        """The network, frozen, on its device.
-
-        Raises:
-            EncoderError: it cannot be read, or has missing, unexpected or misshapen weights.
-        """
+        """The network, frozen, on its device; raises EncoderError if it cannot be read, or has missing, unexpected or misshapen weights."""
         module = self._read().eval().requires_grad_(False)
         if self._placement.get('dtype', torch.float32) != torch.float32:
             self.__dict__['sha256'] = weights_sha256(module)  # of what was loaded, not of what is left of it

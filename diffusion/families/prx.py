@@ -14,7 +14,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokeniz
 
 from diffusion.contracts.batch import Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.encoders.text import OneEncoder, find_masked
+from diffusion.encoders.text import TextEncoders, find_masked
 from diffusion.families.family import Config, Family
 
 # Of diffusers' own class, and of the text encoder that its annotation names: nothing that a user of this project can change.
@@ -47,7 +47,7 @@ class Prx(Family):
     # Captions are trained as they are; the pipeline's cleaning would change them, and its sizes are those of published models.
     pipeline_options: ClassVar = {'skip_text_cleaning': True, 'use_resolution_binning': False}
 
-    def find_text(self, source: str, revision: str | None) -> OneEncoder:
+    def find_text(self, source: str, revision: str | None) -> TextEncoders:
         return find_masked(source, revision)
 
     def build(self, config: Config) -> PRXTransformer2DModel:

@@ -32,7 +32,7 @@ class StableDiffusion2(UNetFamily):
         return network(noisy, t, conditioning.text).sample
 
     def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> StableDiffusionPipeline:
-        network.register_to_config(sample_size=resolution // encoders.downsampling)
+        network.register_to_config(sample_size=resolution // encoders.vae.downsampling)
         return StableDiffusionPipeline(
             vae=encoders.vae.module,
             text_encoder=encoders.text.parts['text_encoder'].module,

@@ -40,7 +40,7 @@ class StableDiffusionXL(UNetFamily):
         return config['projection_class_embeddings_input_dim'] - GEOMETRY * config['addition_time_embed_dim']
 
     def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> StableDiffusionXLPipeline:
-        network.register_to_config(sample_size=resolution // encoders.downsampling)
+        network.register_to_config(sample_size=resolution // encoders.vae.downsampling)
         parts, tokenizers = encoders.text.parts, encoders.text.tokenizers
         pipeline = StableDiffusionXLPipeline(
             vae=encoders.vae.module,

@@ -7,23 +7,22 @@ An image depends on its own prompt and seed alone and appears whole or not at al
 that draw at the same time share the work: each begins somewhere else and looks again before each pass.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from PIL import Image
 
 from data_prep.engines.local import progress_bar
-from diffusion.checkpoints.initial import base_of, load_base_weights
+from diffusion.checkpoints.initial import base_of, load_base
 from diffusion.common.images import save_png
 from diffusion.common.processes import failpoint
 from diffusion.common.storage import Folder, open_folder, scratch_for, write
@@ -41,22 +40,49 @@ LONGEST_PASS = 16
 DIGEST = 'sha256 of the pixels'  # in each file
 
 
-def prompt_of(drawn: Drawn, i: int) -> str:
-    """The prompt of image i, which becomes its caption."""
-    return drawn.prompts[i % len(drawn.prompts)]
+class Base:
+    """The model that draws, read only as far as is needed to tell it from others."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe, self.family, self.settings = recipe, family_for(recipe), DrawingSettings()
+        self.encoders = FrozenEncoders.find(recipe.model.encoders, self.family.find_text)
+        self.scheduler = build_objective(recipe.model).scheduler()
+
+    def identity(self) -> dict[str, Any]:
+        """Return how it draws, and its weights or the pinned commits that they come from."""
+        path, encoders = base_of(self.recipe), self.recipe.model.encoders
+        pinned = f'{encoders.source}@{encoders.revision}' if encoders.revision else self.encoders.digests
+        sampler = {name: value for name, value in self.scheduler.config.items() if not name.startswith('_')}  # without diffusers' version
+        if hub_source(path):
+            return {'base': path, 'encoders': pinned, 'sampler': sampler, 'drawing': 'as the base says'}
+        sha256, settings = weights_sha256(self.network), self.settings
+        drawing = {'zeros_for_empty': settings.zeros_for_empty, 'scheduler': settings.scheduler and settings.scheduler.to_json_string()}
+        return {'base': sha256, 'encoders': pinned, 'sampler': sampler, 'drawing': drawing}
+
+    @cached_property
+    def network(self) -> Any:
+        network = build_network(self.recipe.model.network)
+        with mock.patch.dict(os.environ):
+            os.environ.pop('WORLD_SIZE', None)  # the other processes wait, and take no part in what those that load weights do together
+            self.settings = load_base(network, self.recipe)
+        return network.eval()
+
+    def pipeline(self) -> Any:
+        """Return its pipeline, on the GPU if there is one."""
+        made = self.family.pipeline(self.network, self.encoders, self.scheduler, self.recipe.data.resolution)
+        return placed(self.settings.apply(made), 'fp32' if self.recipe.train.precision == 'fp32' else 'bf16')
 
 
 def settings_of(drawn: Drawn, recipe: Recipe) -> dict[str, Any]:
     """Settings that the images depend on, apart from the weights that draw them."""
-    return {
-        'prompts': drawn.prompts,
-        'num_images': drawn.num_images,
-        'seed': drawn.seed,
-        'guidance': drawn.guidance,
-        'steps': drawn.steps,
-        'resolution': recipe.data.resolution,
-        'precision': 'fp32' if recipe.train.precision == 'fp32' else 'bf16',
-    }
+    chosen = {name: getattr(drawn, name) for name in ('prompts', 'num_images', 'seed', 'guidance', 'steps')}
+    return {**chosen, 'resolution': recipe.data.resolution, 'precision': 'fp32' if recipe.train.precision == 'fp32' else 'bf16'}
+
+
+def cache_of(drawn: Drawn, recipe: Recipe, base: Base) -> tuple[Folder, str]:
+    """The folder of these images, and what its name is the digest of."""
+    facts = json.dumps({**settings_of(drawn, recipe), 'network': recipe.model.network, **base.identity()}, indent=1, ensure_ascii=False)
+    return open_folder(f'{drawn.cache.rstrip("/")}/{hashlib.sha256(facts.encode()).hexdigest()[:16]}'), facts
 
 
 def put_drawn(drawn: Drawn, recipe: Recipe, folder: Path) -> None:
@@ -68,9 +94,9 @@ def put_drawn(drawn: Drawn, recipe: Recipe, folder: Path) -> None:
     """
     base = Base(recipe)
     cache, facts = cache_of(drawn, recipe, base)
-    family = family_for(recipe)
-    at_once = min(max(1, PIXELS_A_PASS // recipe.data.resolution**2), LONGEST_PASS, family.pipeline_batch or LONGEST_PASS)
-    missing, pipeline = _taken(range(drawn.num_images), cache, folder), None
+    prompts = [drawn.prompts[i % len(drawn.prompts)] for i in range(drawn.num_images)]
+    at_once = min(max(1, PIXELS_A_PASS // recipe.data.resolution**2), LONGEST_PASS, base.family.pipeline_batch or LONGEST_PASS)
+    missing, pipeline = _copy_drawn(range(drawn.num_images), cache, folder), None
     with progress_bar(total=drawn.num_images, initial=drawn.num_images - len(missing), unit='images', desc='draw', disable=not missing) as progress:
         while missing:
             if pipeline is None:
@@ -78,29 +104,23 @@ def put_drawn(drawn: Drawn, recipe: Recipe, folder: Path) -> None:
                 pipeline = base.pipeline()
             start = random.randrange(len(missing))
             chosen = (missing[start:] + missing[:start])[:at_once]
-            prompts, seeds = [prompt_of(drawn, i) for i in chosen], [drawn.seed + i for i in chosen]
-            for i, image in zip(chosen, draw(pipeline, family, prompts, seeds, drawn.guidance, drawn.steps), strict=True):
+            images = draw(pipeline, base.family, [prompts[i] for i in chosen], [drawn.seed + i for i in chosen], drawn.guidance, drawn.steps)
+            for i, image in zip(chosen, images, strict=True):
                 with scratch_for(cache) as scratch:
                     save_png(image, scratch / _name(i), {DIGEST: _digest(image)})
                     cache.put(scratch / _name(i), _name(i))
                 failpoint('finetuning.drawn')
-            missing = _taken(missing, cache, folder)
+            missing = _copy_drawn(missing, cache, folder)
             progress.update(drawn.num_images - len(missing) - progress.n)
-    for i in range(drawn.num_images):
-        (folder / _name(i)).with_suffix('.txt').write_text(prompt_of(drawn, i))
-
-
-def cache_of(drawn: Drawn, recipe: Recipe, base: Base) -> tuple[Folder, str]:
-    """The folder of these images, and what its name is the digest of."""
-    facts = json.dumps({**settings_of(drawn, recipe), 'network': recipe.model.network, **base.identity()}, indent=1, ensure_ascii=False)
-    return open_folder(f'{drawn.cache.rstrip("/")}/{hashlib.sha256(facts.encode()).hexdigest()[:16]}'), facts
+    for i, prompt in enumerate(prompts):
+        (folder / _name(i)).with_suffix('.txt').write_text(prompt)
 
 
 def _name(i: int) -> str:
     return f'{i:05d}.png'
 
 
-def _taken(wanted: Iterable[int], cache: Folder, folder: Path) -> list[int]:
+def _copy_drawn(wanted: Iterable[int], cache: Folder, folder: Path) -> list[int]:
     """Copy those of the wanted images that the cache holds as they were drawn into `folder`; return the others."""
     there, missing = cache.files(), []
     for i in wanted:
@@ -125,47 +145,3 @@ def _is_as_drawn(content: bytes) -> bool:
 
 def _digest(image: Image.Image) -> str:
     return hashlib.sha256(f'{image.mode}{image.size}'.encode() + image.tobytes()).hexdigest()
-
-
-class Base:
-    """The model that draws, read only as far as is needed to tell it from others."""
-
-    def __init__(self, recipe: Recipe):
-        self.recipe, self.family, self.network = recipe, family_for(recipe), None
-        self.encoders = FrozenEncoders.find(recipe.model.encoders, self.family.find_text)
-        self.scheduler, self.settings = build_objective(recipe.model).scheduler(), DrawingSettings()
-
-    def identity(self) -> dict[str, Any]:
-        """How it draws, and its weights or the pinned commits that they come from."""
-        path, encoders = base_of(self.recipe), self.recipe.model.encoders
-        pinned = f'{encoders.source}@{encoders.revision}' if encoders.revision else self.encoders.digests
-        sampler = {name: value for name, value in self.scheduler.config.items() if not name.startswith('_')}  # without diffusers' version
-        if hub_source(path):
-            return {'base': path, 'encoders': pinned, 'sampler': sampler, 'drawing': 'as the base says'}
-        sha256, settings = weights_sha256(self._network()), self.settings
-        drawing = {'zeros_for_empty': settings.zeros_for_empty, 'scheduler': settings.scheduler and settings.scheduler.to_json_string()}
-        return {'base': sha256, 'encoders': pinned, 'sampler': sampler, 'drawing': drawing}
-
-    def _network(self) -> Any:
-        if self.network is None:
-            network = build_network(self.recipe.model.network)
-            with _as_the_only_process():
-                self.settings = load_base_weights(network, self.recipe)
-            self.network = network.eval()
-        return self.network
-
-    def pipeline(self) -> Any:
-        """On the GPU if there is one."""
-        made = self.family.pipeline(self._network(), self.encoders, self.scheduler, self.recipe.data.resolution)
-        return placed(self.settings.apply(made), 'fp32' if self.recipe.train.precision == 'fp32' else 'bf16')
-
-
-@contextmanager
-def _as_the_only_process() -> Iterator[None]:
-    """The others of this run wait, and take no part in what those that load weights do together."""
-    world_size = os.environ.pop('WORLD_SIZE', None)
-    try:
-        yield
-    finally:
-        if world_size is not None:
-            os.environ['WORLD_SIZE'] = world_size

@@ -7,18 +7,22 @@ import gc
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import cache, partial
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from typing_extensions import TypedDict
+from streaming import MDSWriter
 
-from data_prep.converting.conversion import convert
-from data_prep.encoding.dataset import encode
-from data_prep.mds.job import Tally
+from data_prep.encoding.dataset import batch_at, columns_of, encode_captions, text_encoder_facts, write_empty_captions
+from data_prep.engines.local import progress_bar
+from data_prep.mds.parts import Columns
+from diffusion import __version__
 from diffusion.checkpoints.initial import base_of
 from diffusion.checkpoints.manifest import batches_of
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, recipe_yaml
@@ -27,21 +31,22 @@ from diffusion.common.processes import failpoint
 from diffusion.common.storage import open_folder, scratch_for
 from diffusion.common.text import print_message
 from diffusion.contracts.errors import CheckpointError, DataError
-from diffusion.contracts.manifest import INDEX_NAME, Manifest
+from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
+from diffusion.cost.hardware import own_device
+from diffusion.datasets.shards import HASH, read_index
 from diffusion.datasets.sources import INGREDIENTS_NAME, is_prepared, located, where
-from diffusion.datasets.transforms import RECTANGLE, SQUARE
-from diffusion.encoders.text import tokenizer_digests
-from diffusion.encoders.vae import Vae
+from diffusion.datasets.transforms import RECTANGLE, SQUARE, covered
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.families.networks import find_network
 from diffusion.families.registry import family_of, kernels_in_use
 from diffusion.finetuning.drawn import put_drawn, settings_of
-from diffusion.finetuning.photos import conversion_of, read_photos
+from diffusion.finetuning.photos import OF_FOLDERS, Photo, read_photos
 from diffusion.recipe import Recipe, RecipeError, of_another_run, refuse_changes
-from diffusion.recipe.schema import Stream
+from diffusion.recipe.schema import Photos, Stream
 from diffusion.training.builder import STAGING
 from diffusion.training.machine import fit_machine
 
 SQUARES_A_PASS = 16  # of 256 px, through the VAE: one image of 1024 px
-POLL_SEC = 0.5
 LINES_SEC = 60  # between two lines of a rank that waits
 
 
@@ -66,48 +71,41 @@ def prepare(recipe: Recipe) -> None:
     folder = Path(recipe.run_folder) / 'prepared'
     done = folder / f'.done-{os.getppid()}'  # the launcher's number tells the processes of one start from those of another
     if int(os.environ.get('LOCAL_RANK', '0')) > 0:
-        _wait_for(done)
+        since = said = time.monotonic()
+        while not done.exists():
+            if time.monotonic() - said > LINES_SEC:
+                said = time.monotonic()
+                print_message(f'waiting since {said - since:.0f} s for the first process, which prepares {folder}')
+            time.sleep(0.5)
         return
-    with _alone_in(folder):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = (folder / '.lock').open('a')
+        lock(held)  # another process may be at it: the run lock is taken later, when the processes of the run know of one another
+    except OSError as error:
+        raise RecipeError(str(folder), [f'run_folder: {folder} cannot be written and locked: {error}; name one on another disk']) from error
+    with held:
         every = [(f'{section}.streams.{name}', stream) for section, named in streams.items() for name, stream in named.items()]
-        images = {stream.local: _images_of(key, stream, recipe) for key, stream in every}
+        images = {key: _facts_of_images(key, stream, recipe) for key, stream in every}
+        encoders = FrozenEncoders.find(recipe.model.encoders, family_of(recipe.model.network).find_text)
+        keeps_text = not any(map(_has_several_captions, images.values()))
         for section, named in streams.items():
             common = {
                 'resolution': recipe.data.resolution,
                 'transform': RECTANGLE if recipe.data.aspect_buckets else SQUARE,
-                'vae_sha256': Vae.find(recipe.model.encoders.source, recipe.model.encoders.revision).sha256,
-                'text': _text_of(recipe, section, named, images) if named else None,
+                'vae_sha256': encoders.vae.sha256,
+                'text': _text_facts(recipe, section, encoders) if named and keeps_text else None,
             }
             for name, stream in named.items():
-                _prepare_stream(recipe, f'{section}.streams.{name}', stream, {**images[stream.local], **common})
+                key = f'{section}.streams.{name}'
+                _prepare_stream(recipe, key, stream, {**images[key], **common}, encoders)
+        del encoders
         _free_memory()
     if int(os.environ.get('LOCAL_WORLD_SIZE', '1')) > 1:
         done.touch()
 
 
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Another process may be at it: the run lock is taken later, when the processes of the run know of one another."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / '.lock').open('a')
-        lock(file)
-    except OSError as error:
-        raise RecipeError(str(folder), [f'run_folder: {folder} cannot be written and locked: {error}; name one on another disk']) from error
-    with file:
-        yield
-
-
-def _wait_for(done: Path) -> None:
-    since = said = time.monotonic()
-    while not done.exists():
-        if time.monotonic() - said > LINES_SEC:
-            said = time.monotonic()
-            print_message(f'waiting since {said - since:.0f} s for the first process, which prepares {done.parent}')
-        time.sleep(POLL_SEC)
-
-
-def _images_of(key: str, stream: Stream, recipe: Recipe) -> dict[str, Any]:
+def _facts_of_images(key: str, stream: Stream, recipe: Recipe) -> dict[str, Any]:
     """Facts that tell a stream's images from others."""
     if stream.photos is not None:
         return {'photos': {photo.key: [photo.sha256, photo.captions] for photo in read_photos(stream.photos, recipe.data, f'{key}.photos')}}
@@ -115,70 +113,62 @@ def _images_of(key: str, stream: Stream, recipe: Recipe) -> dict[str, Any]:
     return {'drawn': settings_of(stream.drawn, recipe), 'base': base_of(recipe)}
 
 
-def _text_of(recipe: Recipe, section: str, streams: Mapping[str, Stream], images: Mapping[str | None, Mapping[str, Any]]) -> dict[str, str] | None:
-    """The text encoders whose embeddings are stored: none if they are trained, or if another dataset of the section, or several captions of a photo,
-    keep them in memory anyway."""
-    others = [stream for name, stream in located(recipe, section).items() if name not in streams]
-    several = any(len(captions) > 1 for named in images.values() for _, captions in named.get('photos', {}).values())
+def _has_several_captions(facts: Mapping[str, Any]) -> bool:
+    return any(len(captions) > 1 for _, captions in facts.get('photos', {}).values())
+
+
+def _text_facts(recipe: Recipe, section: str, encoders: FrozenEncoders) -> dict[str, str] | None:
+    """The text encoders whose embeddings are stored: none if they are trained, or if another dataset of the section keeps them in memory anyway."""
+    others = [stream for stream in located(recipe, section).values() if not is_prepared(stream)]
     trained = recipe.adapter is not None and recipe.adapter.text_encoders
-    if trained or several or not all(Manifest.read(where(stream)).text_encoder for stream in others):
+    if trained or not all(Manifest.read(where(stream)).text_encoder for stream in others):
         return None
-    return {'network': recipe.model.network, **_text_digests(recipe.model.network, recipe.model.encoders.source, recipe.model.encoders.revision)}
+    return {'network': recipe.model.network, **encoders.text.digests}
 
 
-@cache
-def _text_digests(network: str, source: str, revision: str | None) -> dict[str, str]:
-    text = family_of(network).find_text(source, revision)
-    return {**{name: part.sha256 for name, part in text.parts.items()}, **tokenizer_digests(text)}
-
-
-class _RawData(TypedDict):
-    basename: str
-    bytes: int
-
-
-class _Shard(TypedDict):
-    raw_data: _RawData
-
-
-class _Index(TypedDict):
-    shards: list[_Shard]
+def _prepare_stream(recipe: Recipe, key: str, stream: Stream, ingredients: Mapping[str, Any], encoders: FrozenEncoders) -> None:
+    """Make the dataset of a stream unless it is there, made of the same."""
+    folder = Path(where(stream))
+    record = folder / INGREDIENTS_NAME
+    try:
+        then = read_json(record, dict[str, Any])
+    except ValueError:  # damaged, or there is none
+        then = {}
+    now = expected = json.loads(json.dumps(ingredients))  # as a file holds them: without tuples
+    if now['text'] and not any(name.startswith('tokenizer') for name in then.get('text') or ()):  # as earlier versions wrote it
+        expected = {**now, 'text': {name: digest for name, digest in now['text'].items() if not name.startswith('tokenizer')}}
+    is_same = then in (now, expected)
+    if is_same and _has_all_shards(folder):
+        return
+    if key.startswith('data.') and record.exists() and not is_same:
+        _refuse_if_begun(recipe, key, folder, expected)
+    if int(os.environ.get('WORLD_SIZE', '1')) > int(os.environ.get('LOCAL_WORLD_SIZE', '1')):
+        error = (
+            f'{key}: {folder} is not there, and it is prepared by a run on one machine alone; start this run on one machine first, with '
+            'run_folder on a disk that all of them share, or make the dataset with data_prep'
+        )
+        raise RecipeError(recipe.name, [error])
+    print_message(f'{key}: preparing {folder}')
+    with scratch_for(open_folder(folder.parent)) as scratch, replacing_folder(folder) as latents:
+        if stream.drawn is not None:
+            put_drawn(stream.drawn, recipe, scratch)
+            _free_memory()
+        photos = stream.photos or Photos(str(scratch))
+        _encode(read_photos(photos, recipe.data, f'{key}.photos'), photos.folder, recipe, ingredients, encoders, latents)
+        for manifest in [*latents.rglob(MANIFEST_NAME)]:
+            manifest.with_name(INGREDIENTS_NAME).write_text(json.dumps(ingredients, indent=1, ensure_ascii=False))
+        for path in latents.rglob('*.*'):
+            sync(path)
+        failpoint('finetuning.encoded')
 
 
 def _has_all_shards(folder: Path) -> bool:
     """Check names and sizes; contents are compared by their hashes before they are used."""
     try:
-        shards = [(path.parent, shard['raw_data']) for path in folder.rglob(INDEX_NAME) for shard in read_json(path, _Index)['shards']]
+        found = [(index.parent / shard.basename, shard) for index in folder.rglob(INDEX_NAME) for shard in read_index(index.read_bytes())]
     except ValueError:  # damaged
         return False
-    return all((place / raw['basename']).is_file() and (place / raw['basename']).stat().st_size == raw['bytes'] for place, raw in shards)
-
-
-def _prepare_stream(recipe: Recipe, key: str, stream: Stream, ingredients: Mapping[str, Any]) -> None:
-    """Make the dataset of a stream unless it is there, made of the same."""
-    folder = Path(where(stream))
-    now = json.loads(json.dumps(ingredients))  # as a file holds them: without tuples
-    there = folder / INGREDIENTS_NAME
-    try:
-        then = read_json(there, dict[str, Any])
-    except ValueError:  # damaged, or there is none
-        then = {}
-    expected = now
-    if now['text'] and not any(name.startswith('tokenizer') for name in then.get('text') or ()):  # as earlier versions wrote it
-        expected = {**now, 'text': {name: digest for name, digest in now['text'].items() if not name.startswith('tokenizer')}}
-    if then in (now, expected) and _has_all_shards(folder):
-        return
-    if key.startswith('data.') and there.exists() and then not in (now, expected):
-        _refuse_if_begun(recipe, key, folder, expected)
-    if int(os.environ.get('WORLD_SIZE', '1')) > int(os.environ.get('LOCAL_WORLD_SIZE', '1')):
-        raise RecipeError(
-            recipe.name,
-            [
-                f'{key}: {folder} is not there, and it is prepared by a run on one machine alone; start this run on one machine first, with '
-                'run_folder on a disk that all of them share, or make the dataset with data_prep'
-            ],
-        )
-    _make(recipe, key, stream, folder, json.dumps(ingredients, indent=1, ensure_ascii=False), with_text=ingredients['text'] is not None)
+    return all(path.is_file() and path.stat().st_size == shard.num_bytes for path, shard in found)
 
 
 def _refuse_if_begun(recipe: Recipe, key: str, folder: Path, now: Mapping[str, Any]) -> None:
@@ -204,25 +194,68 @@ def _refuse_if_begun(recipe: Recipe, key: str, folder: Path, now: Mapping[str, A
     )
 
 
-def _make(recipe: Recipe, key: str, stream: Stream, folder: Path, ingredients: str, with_text: bool) -> None:
-    data, encoders = recipe.data, recipe.model.encoders
-    print_message(f'{key}: preparing {folder}')
-    with scratch_for(open_folder(folder.parent)) as scratch, replacing_folder(folder) as latents:
-        if stream.photos is not None:
-            source, caption = stream.photos.folder, stream.photos.caption
-        else:
-            assert stream.drawn is not None
-            source, caption = str(scratch / 'drawn'), None
-            Path(source).mkdir()
-            put_drawn(stream.drawn, recipe, Path(source))
-            _free_memory()
-        _all_kept(source, convert(source, scratch / 'images', conversion_of(data), caption=caption))
-        network, sides = recipe.model.network if with_text else None, None if data.aspect_buckets else [data.resolution]
-        _all_kept(source, encode(scratch / 'images', latents, sides, encoders, network, batch_size=SQUARES_A_PASS))
-        for made in (latents, *(latents / bucket for bucket in Manifest.read(latents).streams)):
-            (made / INGREDIENTS_NAME).write_text(ingredients)
-            sync(made / INGREDIENTS_NAME)
-        failpoint('finetuning.encoded')
+def _encode(photos: Iterable[Photo], source: str, recipe: Recipe, ingredients: Mapping[str, Any], encoders: FrozenEncoders, latents: Path) -> None:
+    """Write photos as the dataset that `data_prep.convert` and `data_prep.encode` would make of them: squares, or a stream for each aspect bucket."""
+    vae, text, device = encoders.vae, encoders.text if ingredients['text'] else None, own_device()
+    encoders.to(device)
+    streams, kept = dict[str, tuple[MDSWriter, Columns, tuple[int, int]]](), Counter[str]()
+    total = len(ingredients['photos']) if 'photos' in ingredients else ingredients['drawn']['num_images']
+    with progress_bar(total=total, unit='images', desc='encode') as progress:
+        for batch in _batches(photos):
+            bucket, size_px = batch[0].bucket, batch[0].train_px
+            if bucket not in streams:
+                columns = columns_of(vae, text, size_px, _has_several_captions(ingredients))
+                encodings = {column: encoding for column, (encoding, _) in columns.items()}
+                streams[bucket] = MDSWriter(out=str(latents / bucket), columns=encodings, hashes=[HASH], progress_bar=False), columns, size_px
+            writer, columns, _ = streams[bucket]
+            pixels, crops = zip(*(covered(photo.content, *size_px) for photo in batch), strict=True)
+            encoded = {'moments': vae.encode(torch.stack(pixels).to(device)).half()}
+            if text is not None:
+                encoded |= encode_captions(text, [photo.captions[0][0] for photo in batch])
+            arrays = {column: values.cpu().numpy() for column, values in encoded.items()}
+            for i, (photo, crop) in enumerate(zip(batch, crops, strict=True)):
+                if not np.isfinite(arrays['moments'][i]).all():
+                    raise DataError(f'{source}/{photo.key}: its latents are not finite; take it out of the folder, or name another VAE')
+                sample = {'key': photo.key, 'caption': photo.captions[0][0], 'captions': photo.captions}
+                sample |= {'size': np.array(photo.size_px[::-1], np.int32), 'crop': np.array(crop, np.int32)}
+                sample |= {column: values[i] for column, values in arrays.items()}
+                writer.write({column: sample[column] for column in columns})
+            kept[bucket] += len(batch)
+            progress.update(len(batch))
+    whole = Manifest(
+        kind='latents',
+        columns={},
+        num_samples=kept.total(),
+        attempted=kept.total(),
+        dropped={},
+        source={'path': source, 'format': OF_FOLDERS},
+        hashes=[HASH],
+        code_version=__version__,
+        streams=sorted(filter(None, streams)),
+        transform=ingredients['transform'],
+        encoder=vae.described(recipe.model.encoders.source, recipe.model.encoders.revision),
+        text_encoder={} if text is None else text_encoder_facts(text, find_network(recipe.model.network).family),
+    )
+    (latents / MANIFEST_NAME).write_text(whole.to_json())
+    for bucket, (writer, columns, (width, height)) in streams.items():
+        writer.finish()
+        described = {name: {'encoding': encoding, 'meaning': meaning} for name, (encoding, meaning) in columns.items()}
+        size = {'bucket': {'width_px': width, 'height_px': height}} if bucket else {'resolution': width}
+        manifest = replace(whole, columns=described, num_samples=kept[bucket], attempted=kept[bucket], streams=[], **size)
+        (latents / bucket / MANIFEST_NAME).write_text(manifest.to_json())
+    if text is not None:
+        write_empty_captions(text, open_folder(latents), list(streams))
+
+
+def _batches(photos: Iterable[Photo]) -> Iterator[list[Photo]]:
+    """Yield photos of one aspect bucket, as many as go through the VAE together."""
+    waiting = dict[str, list[Photo]]()
+    for photo in photos:
+        batch = waiting.setdefault(photo.bucket, [])
+        batch.append(photo)
+        if len(batch) == batch_at(photo.train_px, SQUARES_A_PASS):
+            yield waiting.pop(photo.bucket)
+    yield from waiting.values()
 
 
 def _free_memory() -> None:
@@ -230,8 +263,3 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _all_kept(source: str, tally: Tally) -> None:
-    if tally.dropped:
-        raise DataError(f'{source}: {dict(tally.dropped)} of {tally.attempted} images could not be used; take them out, or fix them')

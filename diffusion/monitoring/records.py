@@ -12,6 +12,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
+from diffusion.common.collective import unwrap_model
 from diffusion.common.environment import environment
 from diffusion.common.files import append_json_line, open_to_append, write_text
 from diffusion.cost.hardware import device_name
@@ -125,7 +126,7 @@ class DrawingRecord(Callback):
     zeros_for_empty = False
 
     def after_load(self, state: State, logger: Logger) -> None:
-        model: Any = getattr(state.model, 'module', state.model)
+        model = unwrap_model(state)
         model.zeros_for_empty = self.zeros_for_empty = self.zeros_for_empty or getattr(model, 'zeros_for_empty', False)
 
     def state_dict(self) -> dict[str, Any]:

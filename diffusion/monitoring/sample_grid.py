@@ -13,6 +13,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from PIL import Image
 
+from diffusion.common.collective import unwrap_model
 from diffusion.common.files import replacing
 from diffusion.common.images import grid, save_png, to_pil
 from diffusion.common.stopwatch import phase
@@ -79,7 +80,7 @@ class ImageGrid(AtIntervals):
             self._draw(state, logger)
 
     def _draw(self, state: State, logger: Logger) -> None:
-        model: Any = getattr(state.model, 'module', state.model)
+        model = unwrap_model(state)
         was_training = model.training
         model.eval()
         with self.averaged(state) as weights, get_precision_context(state.precision):

@@ -15,13 +15,13 @@ from composer.utils import dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from diffusion.common.collective import on_first_rank
+from diffusion.common.collective import on_first_rank, unwrap_model
 from diffusion.common.files import replacing
 from diffusion.common.stopwatch import phase
 from diffusion.common.text import counted
 from diffusion.contracts.batch import Sample
 from diffusion.contracts.errors import EncoderError
-from diffusion.datasets.collate import stacked
+from diffusion.datasets.loader import stacked
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.evaluation.features.extractors import Extractor, TextExtractor, load_extractors
 from diffusion.evaluation.job.images import Prompt
@@ -70,10 +70,10 @@ class HeldOut:
         for start in range(0, len(self.ids), TOGETHER):
             samples = [self.dataset.view(i, 0) for i in self.ids[start : start + TOGETHER]]
             if 'images' in samples[0]:
-                images = torch.stack([sample['images'] for sample in samples]).to(self.encoders.device)
-                moments = self.encoders.encode_images(images).half()  # as data_prep.encode stores them
+                images = torch.stack([sample['images'] for sample in samples]).to(self.encoders.vae.device)
+                moments = self.encoders.vae.encode(images).half()  # as data_prep.encode stores them
             else:
-                moments = stacked([sample['moments'] for sample in samples]).to(self.encoders.device)
+                moments = stacked([sample['moments'] for sample in samples]).to(self.encoders.vae.device)
             yield self.encoders.vae.decode_middle(moments)
 
     def features(self, extractor: Extractor) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ class HeldOut:
     def _digest(self, extractor: Extractor) -> str:
         """Digest of all that the features depend on. Synthetic data, which have no identity, are a function of their number."""
         sample = self.dataset.view(self.ids[0], 0)
-        shape = *sample['images' if 'images' in sample else 'moments'].shape, self.encoders.vae_sha256
+        shape = *sample['images' if 'images' in sample else 'moments'].shape, self.encoders.vae.sha256
         identities: Any = getattr(self.dataset, 'identities', None)
         return hashlib.sha256(json.dumps([extractor.sha256, identities, self.ids, shape]).encode()).hexdigest()[:16]
 
@@ -137,7 +137,7 @@ class SampleScores(AtIntervals):
 
     def _drawn_features(self, state: State) -> dict[str, dict[str, Tensor]]:
         """(N, D) float32 features of the drawn images on the CPU, by network and name, in the order of the prompts."""
-        model: Any = getattr(state.model, 'module', state.model)
+        model = unwrap_model(state)
         was_training = model.training
         model.eval()
         rank, ranks = dist.get_global_rank(), dist.get_world_size()

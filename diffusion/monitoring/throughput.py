@@ -15,6 +15,7 @@ from composer.core import Callback, State, Time
 from composer.loggers import Logger
 from composer.utils import dist
 
+from diffusion.common.collective import unwrap_model
 from diffusion.common.files import read_json_lines
 from diffusion.common.ray_cluster import disconnect
 from diffusion.common.stopwatch import TRAINING, WAITING, Stopwatch
@@ -243,5 +244,4 @@ class EncodersLog(Callback):
 
 def flop_per_image(state: State) -> float:
     """Return the counted FLOP of the network's forward and backward pass for one image of the batch that `state` holds."""
-    model: Any = getattr(state.model, 'module', state.model)
-    return model.flops_per_batch(state.batch) / len(state.batch['sample_key'])
+    return unwrap_model(state).flops_per_batch(state.batch) / len(state.batch['sample_key'])

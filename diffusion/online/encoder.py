@@ -23,37 +23,24 @@ from diffusion.contracts.errors import EncoderError
 from diffusion.cost.hardware import gpu_without_kernels
 from diffusion.datasets.decode import ImageError
 from diffusion.datasets.transforms import covered
-from diffusion.encoders.vae import Vae
+from diffusion.encoders.frozen import Vae
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Requirements on an encoder, so that its moments are those of the trainer.
+    """Requirements on an encoder, so that its moments are those of the trainer."""
 
-    Args:
-        source, revision: of the VAE, as `model.encoders` has them.
-        vae_sha256: of the trainer's VAE.
-        identity: of the trainer's code.
-        in_bf16: let the VAE multiply in bf16.
-        backend: of torch.compile, where training compiles.
-        benchmark: cuDNN tries its algorithms, as `train.cudnn_benchmark` says.
-        on_gpu: encode on a GPU.
-        threads: on the CPU.
-        dtype: of the moments, float32 or float16.
-        shapes: (B, 3, H, W) of the training micro-batches, which are tried out before the first of them arrives.
-    """
-
-    source: str
+    source: str  # of the VAE, as `model.encoders` has it
     revision: str | None
-    vae_sha256: str
-    identity: Mapping[str, str | None]
-    in_bf16: bool
-    backend: str | None
-    benchmark: bool
+    vae_sha256: str  # of the trainer's VAE
+    identity: Mapping[str, str | None]  # of the trainer's code
+    in_bf16: bool  # let the VAE multiply in bf16
+    backend: str | None  # of torch.compile, where training compiles
+    benchmark: bool  # cuDNN tries its algorithms, as `train.cudnn_benchmark` says
     on_gpu: bool
-    threads: int
-    dtype: str
-    shapes: Sequence[tuple[int, int, int, int]]
+    threads: int  # on the CPU
+    dtype: str  # of the moments, float32 or float16
+    shapes: Sequence[tuple[int, int, int, int]]  # (B, 3, H, W) of the training micro-batches, tried out before the first of them arrives
 
 
 class BadImage(Exception):

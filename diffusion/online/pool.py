@@ -29,53 +29,33 @@ MAX_LOSSES, LOSSES_SEC = 10, 3600.0  # of one encoder within an hour, but for th
 
 @dataclass(eq=False)
 class MicroBatch:
-    """A micro-batch on its way.
+    """A micro-batch on its way."""
 
-    Attributes:
-        content: the rank's own copy in the object store.
-        training: see `ImageEncoder.encode`.
-        num_images: in it.
-        due: its batch is the one that training waits for.
-        suspected: how many encoders were lost over it.
-        answer: once it has come.
-        dropped: nobody waits for it any more.
-    """
-
-    content: Any
-    training: bool
+    content: Any  # the rank's own copy in the object store
+    training: bool  # see `ImageEncoder.encode`
     num_images: int
-    due: bool = False
-    suspected: int = 0
-    answer: Any = None
-    dropped: bool = False
+    due: bool = False  # its batch is the one that training waits for
+    suspected: int = 0  # how many encoders were lost over it
+    answer: Any = None  # once it has come
+    dropped: bool = False  # nobody waits for it any more
 
 
 @dataclass(eq=False)
 class Member:
-    """An encoder.
-
-    Attributes:
-        sent: its calls in their order.
-        begun: when it was given the first of them, or last said that it is at it.
-        starting: the call that it answers once it can serve; None if it serves.
-        call_again: when to ask a starting one again, if the call failed.
-        look: the call by which it says that it computes.
-        losses: when it was lost, the last MAX_LOSSES times.
-        lost: why it will not come again; '' otherwise.
-    """
+    """An encoder."""
 
     name: str
     actor: Any
-    sent: dict[Any, MicroBatch] = field(default_factory=dict)
-    begun: float = 0.0
-    starting: Any = None
-    call_again: float = 0.0
-    look: Any = None
+    sent: dict[Any, MicroBatch] = field(default_factory=dict)  # its calls in their order
+    begun: float = 0.0  # when it was given the first of them, or last said that it is at it
+    starting: Any = None  # the call that it answers once it can serve; None if it serves
+    call_again: float = 0.0  # when to ask a starting one again, if the call failed
+    look: Any = None  # the call by which it says that it computes
     look_begun: float = 0.0
     serves: bool = False
     has_served: bool = False
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
-    lost: str = ''
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))  # when it was lost, the last times
+    lost: str = ''  # why it will not come again; '' otherwise
     cause: str = ''
 
 
@@ -244,25 +224,15 @@ class Pool:
 
 @dataclass(frozen=True)
 class EncodedAhead:
-    """Replaces images by moments in an iterator of batches, a few batches ahead, in the loader's order.
-
-    Args:
-        pool: of the encoders.
-        micro_size: images that are encoded together. Other numbers round otherwise: these are the micro-batches of training.
-        ahead: batches that are on their way while another one is trained on.
-        training: see `ImageEncoder.encode`.
-        timeout_sec: longest wait for a batch.
-        pin: hand out tensors in pinned memory.
-        refuse: raises DataError for the id of a sample that cannot be decoded, and the cause.
-    """
+    """Replaces images by moments in an iterator of batches, a few batches ahead, in the loader's order."""
 
     pool: Pool
-    micro_size: int
-    ahead: int
-    training: bool
-    timeout_sec: float
-    pin: bool
-    refuse: Callable[[int, str], None]
+    micro_size: int  # images that are encoded together. Other numbers round otherwise: these are the micro-batches of training
+    ahead: int  # batches that are on their way while another one is trained on
+    training: bool  # see `ImageEncoder.encode`
+    timeout_sec: float  # longest wait for a batch
+    pin: bool  # hand out tensors in pinned memory
+    refuse: Callable[[int, str], None]  # raises DataError for the id of a sample that cannot be decoded, and the cause
 
     def __call__(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches.

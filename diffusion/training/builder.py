@@ -28,6 +28,7 @@ from diffusion.cost.prices import price_of_run
 from diffusion.datasets.loader import BAD_SAMPLES, dataset_identities, eval_loader, stores_text, train_loader
 from diffusion.datasets.watched import WatchedLoader
 from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.families.adapters import add_adapters, store_frozen_in_bf16
 from diffusion.families.networks import find_network
 from diffusion.families.pipeline import DrawingSettings
@@ -278,7 +279,7 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
             'not add back: what is exported would draw other colours than training saw. Take a VAE without a shift, such as an export of '
             'autoencoder.network=f8c4, or a network whose pipeline adds it (prx)'
         )
-    unit = encoders.downsampling * family.patch(find_network(recipe.model.network).config)
+    unit = encoders.vae.downsampling * family.patch(find_network(recipe.model.network).config)
     if recipe.data.resolution % unit:
         nearest = f'{recipe.data.resolution // unit * unit} or {(recipe.data.resolution // unit + 1) * unit}'
         raise RecipeError(
@@ -288,7 +289,8 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
     network: Any = build_network(recipe.model.network)
     base_sha256, settings = None, DrawingSettings()
     if recipe.adapter is not None:
-        base_sha256, settings = load_base(network, recipe)  # also when resuming: checkpoints hold the adapter alone
+        settings = load_base(network, recipe)  # also when resuming: checkpoints hold the adapter alone
+        base_sha256 = weights_sha256(network) if dist.get_local_rank() == 0 else ''  # of several processes of a machine the first alone computes it
         add_adapters(recipe.adapter, family, network, encoders.text, recipe.seed)
         if mixed:
             store_frozen_in_bf16(network)

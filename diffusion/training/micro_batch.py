@@ -114,15 +114,15 @@ def _fits(blank: Callable[[int], Batch], size: int, recipe: AnyRecipe, model: An
 def blank_batch(size: int, recipe: Recipe, model: TextToImage, text_stored: bool = False) -> Batch:
     """A batch of the shapes that training has, on the model's device."""
     device, encoders, resolution = model.device, model.encoders, recipe.data.resolution
-    side = resolution // encoders.downsampling
+    side = resolution // encoders.vae.downsampling
     batch: Batch = {
-        'tokens': {name: part.to(device) for name, part in encoders.tokenize([''] * size).items()},
+        'tokens': {name: part.to(device) for name, part in encoders.text.tokenize([''] * size).items()},
         'sample_key': torch.zeros(size, 3, dtype=torch.int64, device=device),
     }
     if recipe.data.kind == 'images' and recipe.data.encoders is None:
         batch['images'] = torch.zeros(size, 3, resolution, resolution, dtype=torch.uint8, device=device)
     else:
-        batch['moments'] = torch.zeros(size, 2 * encoders.latent_channels, side, side, dtype=torch.float16, device=device)
+        batch['moments'] = torch.zeros(size, 2 * encoders.vae.latent_channels, side, side, dtype=torch.float16, device=device)
     if text_stored:
         batch['text_embeddings'] = torch.zeros(size, encoders.text.length, encoders.text.width, dtype=torch.float16, device=device)
         if encoders.text.pooled_width is not None:

@@ -133,7 +133,7 @@ class TextToImage(ComposerModel):
         self.encoders.compile(BACKEND)
 
     def _predict(self, batch: Batch, t: Tensor, seed: int) -> Outputs:
-        moments = batch['moments'] if 'moments' in batch else self.encoders.encode_images(batch['images'])
+        moments = batch['moments'] if 'moments' in batch else self.encoders.vae.encode(batch['images'])
         with torch.autocast(moments.device.type, enabled=False):  # the objective's arithmetic is float32
             noisy, target = self._noised(moments, batch['sample_key'], t, seed)
             weight = self.objective.weight(t)
@@ -143,11 +143,11 @@ class TextToImage(ComposerModel):
         """Text and geometry of the batch's images, for the network."""
         stored, tokens = batch.get('text_embeddings'), batch['tokens']
         if stored is None:
-            conditioning = self.encoders.encode_text(tokens)
+            conditioning = self.encoders.text.encode(tokens)
         else:
             conditioning = self.encoders.text.stored(stored, batch.get('pooled_embeddings'), tokens)
         if self.zeros_for_empty:
-            empty = [(tokens[name] == ids.to(tokens[name].device)).all(dim=1) for name, ids in self.encoders.tokenize(['']).items()]
+            empty = [(tokens[name] == ids.to(tokens[name].device)).all(dim=1) for name, ids in self.encoders.text.tokenize(['']).items()]
             conditioning = _zeroed(conditioning, torch.stack(empty).all(dim=0))
         return conditioning._replace(geometry=batch['geometry']) if self.family.reads_geometry else conditioning
 
@@ -159,7 +159,7 @@ class TextToImage(ComposerModel):
             t: (B,) times.
         """
         shape = (moments.shape[1] // 2, *moments.shape[2:])
-        latents = self.encoders.latents(moments, normal(seed, key, Draw.POSTERIOR, shape))
+        latents = self.encoders.vae.latents(moments, normal(seed, key, Draw.POSTERIOR, shape))
         noisy, target = self.objective.noised(latents, self.objective.noise(seed, key, shape), t)
         return self.family.laid_out(noisy), self.family.laid_out(target)
 
@@ -187,21 +187,21 @@ class TextToImage(ComposerModel):
         if 'moments' in batch:
             height, width = batch['moments'].shape[-2:]
         else:
-            height, width = (side // self.encoders.downsampling for side in batch['images'].shape[-2:])
+            height, width = (side // self.encoders.vae.downsampling for side in batch['images'].shape[-2:])
         per_sample = training_flops(self.named.name, (height, width), self.encoders.text.length, self.adapter, self.trained_by)
         return len(batch['sample_key']) * per_sample
 
     @torch.no_grad()
     def generate(self, prompts: list[str], resolution: int, guidance: float, steps: int, seed: int, ids: Sequence[int] | None = None) -> Tensor:
         """(B, 3, H, W) uint8 images. Noise depends on the seed and a prompt's id alone, on any device; without `ids` that is its position."""
-        side = resolution // self.encoders.downsampling
+        side = resolution // self.encoders.vae.downsampling
         ids = list(range(len(prompts)) if ids is None else ids)
-        noise = normal(seed, by_id(torch.tensor(ids)), Draw.NOISE, (self.encoders.latent_channels, side, side)).to(self.device)
+        noise = normal(seed, by_id(torch.tensor(ids)), Draw.NOISE, (self.encoders.vae.latent_channels, side, side)).to(self.device)
         noise = self.family.laid_out(noise)
         images = []
         with eager():
-            tokens = [self.encoders.tokenize(captions) for captions in (prompts, [''] * len(prompts))]
-            given, empty = (self._of_whole_images(self.encoders.encode_text(each), resolution) for each in tokens)
+            tokens = [self.encoders.text.tokenize(captions) for captions in (prompts, [''] * len(prompts))]
+            given, empty = (self._of_whole_images(self.encoders.text.encode(each), resolution) for each in tokens)
             if self.zeros_for_empty:
                 empty = _zeroed(empty, torch.ones(len(empty.text), dtype=torch.bool, device=empty.text.device))
             for number, (part, prompted, unprompted) in enumerate(
@@ -213,7 +213,7 @@ class TextToImage(ComposerModel):
                 else:
                     own = [torch.Generator().manual_seed(seed + i) for i in ids[number * GENERATE_BATCH :][: len(part)]]
                     latents = sample_with(self.scheduler, denoise, part, steps, own)
-                images.append(self.encoders.decode(latents))
+                images.append(self.encoders.vae.decode(latents))
         return torch.cat(images)
 
     def _of_whole_images(self, conditioning: Conditioning, resolution: int) -> Conditioning:

@@ -17,8 +17,8 @@ from diffusion.autoencoding.exporting import export, normalise_latents
 from diffusion.autoencoding.networks import build_autoencoder
 from diffusion.checkpoints.reading import ema_weights, find_checkpoint, read_checkpoint, training_weights
 from diffusion.contracts.errors import PREEMPTED, CheckpointError, EncoderError
-from diffusion.datasets.loader import ImagesAlone, train_loader
-from diffusion.encoders.vae import Vae
+from diffusion.datasets.loader import train_loader
+from diffusion.encoders.frozen import Vae
 from diffusion.evaluation.metrics.reconstructions import LatentStatistics, psnr, ssim
 from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import AutoencoderRecipe, RecipeError, load_any_recipe, load_recipe
@@ -280,7 +280,7 @@ def test_a_shift_is_refused_where_the_pipeline_would_not_add_it(overrides, encod
 
 def test_random_crops_depend_on_seed_epoch_and_sample_alone(images, tmp_path):
     recipe = load(f'data.streams.train.local={images}', 'data.resolution=16', f'run_folder={tmp_path}/run')
-    first, second = (train_loader(recipe, ImagesAlone(torch.device('cpu'))).dataset for _ in range(2))
+    first, second = (train_loader(recipe, None).dataset for _ in range(2))
     crops = [first.view(i, 0, epoch=0)['images'] for i in range(6)]
     assert all(torch.equal(crop, second.view(i, 0, epoch=0)['images']) for i, crop in enumerate(crops))
     assert sum(not torch.equal(crop, second.view(i, 0, epoch=1)['images']) for i, crop in enumerate(crops)) >= 5

@@ -11,7 +11,7 @@ from streaming import StreamingDataset
 
 from benchmarks.mlperf.moments import TRANSFORM
 from benchmarks.mlperf.runs import RECIPE
-from diffusion.encoders.vae import Vae
+from diffusion.encoders.frozen import Vae
 from diffusion.evaluation.job.images import read_prompts_file
 from diffusion.recipe import load_recipe
 from diffusion.training.builder import build_trainer

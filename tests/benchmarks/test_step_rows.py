@@ -110,8 +110,8 @@ def test_the_plain_loop_trains_the_same_objective(kind, encoders_folder):
     torch.manual_seed(0)
     loss = plain_loss(model)(batch)
     torch.manual_seed(0)
-    moments = batch['moments'] if kind == 'latents' else model.encoders.encode_images(batch['images'])
-    latents = model.encoders.latents(moments, torch.randn_like(moments[:, :4], dtype=torch.float32))
+    moments = batch['moments'] if kind == 'latents' else model.encoders.vae.encode(batch['images'])
+    latents = model.encoders.vae.latents(moments, torch.randn_like(moments[:, :4], dtype=torch.float32))
     noise = torch.randn_like(latents)
     torch.testing.assert_close(
         seen['noisy'], add_noise(latents, noise, *signal_and_sigma(model.objective.alphas_cumprod[seen['t']])), rtol=1e-4, atol=1e-5

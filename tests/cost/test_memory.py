@@ -9,7 +9,7 @@ import torch
 from benchmarks.timing import free_memory, memory_bytes
 from diffusion.cost.facts import state_bytes
 from diffusion.cost.hardware import gpu_name, memory_gb, mfu, peak_flops
-from diffusion.families.counting.activations import LiveStorages, activations, encoding_bytes
+from diffusion.families.counting.tracing import LiveStorages, activations, encoding_bytes
 from diffusion.families.registry import build_network
 
 SD2 = 865_910_724

@@ -51,8 +51,8 @@ def test_the_manifest_says_what_was_done(latents, encoders, encoders_folder):
     assert manifest.encoder == {
         'source': str(encoders_folder),
         'revision': None,
-        'vae_sha256': encoders.vae_sha256,
-        'scaling_factor': encoders.scaling_factor,
+        'vae_sha256': encoders.vae.sha256,
+        'scaling_factor': encoders.vae.scaling_factor,
         'shift_factor': 0.0,
         'downsampling': 4,
         'dtype': 'float16',
@@ -207,7 +207,7 @@ def test_buckets_are_encoded_at_their_size(aspect_images, aspect_latents, encode
             image = image.resize((int(image.width * scale + 1e-9), int(image.height * scale + 1e-9)), Image.Resampling.BILINEAR)
             left, top = round((image.width - width) / 2), round((image.height - height) / 2)
             pixels = torch.from_numpy(np.array(image.crop((left, top, left + width, top + height)))).permute(2, 0, 1)
-            expected = encoders.encode_images(pixels[None])[0].numpy()
+            expected = encoders.vae.encode(pixels[None])[0].numpy()
             np.testing.assert_allclose(moments, expected, rtol=2e-3, atol=2e-3)
     found = audit_dataset(aspect_latents).findings
     assert (found.problems, found.unsound) == ([], {})
@@ -272,11 +272,11 @@ def test_stored_text_embeddings_reach_the_model(network, images, encoders_folder
     assert not audit_dataset(tmp_path / 'latents').findings.unsound
     stream = ['data.kind=latents', f'data.streams.train.local={tmp_path}/latents', 'data.caption_dropout=0.5', 'log.samples.guidance=2']
     recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *stream, f'model.network={network}'])
-    empty = encoders.encode_text(encoders.tokenize([''])).to_store()
+    empty = encoders.text.encode(encoders.text.tokenize([''])).to_store()
     dropped = 0
     model = TextToImage(build_network(network), encoders, recipe.model, recipe.seed)
     for batch in train_loader(recipe, encoders, family.reads_geometry):
-        expected = encoders.encode_text(batch['tokens']).to_store()  # the dropped ones are tokens of the empty caption
+        expected = encoders.text.encode(batch['tokens']).to_store()  # the dropped ones are tokens of the empty caption
         for column, encoded in expected.items():
             torch.testing.assert_close(batch[column], encoded, rtol=2e-3, atol=2e-3)
             dropped += sum(torch.allclose(row, empty[column][0], atol=2e-3) for row in encoded)
@@ -293,7 +293,7 @@ def test_stored_text_embeddings_reach_the_model(network, images, encoders_folder
     with pytest.raises(ManifestError, match=rf'{tmp_path}/latents\): manifest text_encoder.tokenizers are not those of model.encoders'):
         train_loader(recipe, other)
     manifest = json.loads((tmp_path / 'latents/manifest.json').read_text())
-    assert manifest['text_encoder'].pop('tokenizers') == encoders.tokenizer_digests
+    assert manifest['text_encoder'].pop('tokenizers') == encoders.text.tokenizer_digests
     (tmp_path / 'latents/manifest.json').write_text(json.dumps(manifest))  # of an earlier version
     train_loader(recipe, encoders)
     with pytest.raises(ManifestError, match='manifest text_encoder is not that of the recipe'):

@@ -281,8 +281,8 @@ def test_the_result_is_sound_trains_and_encodes(drawn, encoders, encoders_folder
     encode(drawn, tmp_path / 'latents', [32], EncoderSource(str(encoders_folder)))
     assert Manifest.read(tmp_path / 'latents').captioner == Manifest.read(drawn).captioner
     assert {key: row['captions'] for key, row in rows(tmp_path / 'latents').items()} == {key: row['captions'] for key, row in rows(drawn).items()}
-    known = {tuple(encoders.tokenize([caption])['text_encoder'][0].tolist()) for row in rows(drawn).values() for caption, _ in captions_of(row)}
-    first = {tuple(encoders.tokenize([row['caption']])['text_encoder'][0].tolist()) for row in rows(drawn).values()}
+    known = {tuple(encoders.text.tokenize([caption])['text_encoder'][0].tolist()) for row in rows(drawn).values() for caption, _ in captions_of(row)}
+    first = {tuple(encoders.text.tokenize([row['caption']])['text_encoder'][0].tolist()) for row in rows(drawn).values()}
     for kind, folder in (('images', drawn), ('latents', tmp_path / 'latents')):
         stream = [f'data.kind={kind}', f'data.streams.train.local={folder}', 'data.caption_dropout=0']
         recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *stream])

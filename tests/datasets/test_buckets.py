@@ -45,7 +45,7 @@ def ids(batches):
 def bucket_of(batch, encoders):
     """The bucket that a batch's shape and all of its captions name."""
     height, width = (side * 4 for side in batch['moments'].shape[-2:]) if 'moments' in batch else batch['images'].shape[-2:]
-    expected = encoders.tokenize([f'{width}x{height} {i}' for i in range(max(ASPECT_IMAGES.values()))])['text_encoder'].tolist()
+    expected = encoders.text.tokenize([f'{width}x{height} {i}' for i in range(max(ASPECT_IMAGES.values()))])['text_encoder'].tolist()
     assert all(row in expected for row in batch['tokens']['text_encoder'].tolist())
     original, target = batch['geometry'][:, :2], batch['geometry'][:, 4:]
     assert (target == torch.tensor([height, width])).all()
@@ -185,23 +185,26 @@ def test_what_convert_makes_is_accepted(side):
 
 
 def test_shares_and_proportions():
+    def streams(**proportions):
+        return {name: Stream(None, '/data', proportion) for name, proportion in proportions.items()}
+
     num_samples = {'a': {'a/1': 100, 'a/2': 60, 'a/3': 0}, 'b': {'b/1': 40}}
-    everything = shares(num_samples, {'a': None, 'b': None}, 16, filled=())
+    everything = shares(num_samples, streams(a=None, b=None), 16, training=True)
     assert everything == {'a/1': BucketShare(100, 100, 96), 'a/2': BucketShare(60, 60, 48), 'b/1': BucketShare(40, 40, 32)}
     assert 'of 200 samples 24 (12.0%) fill no batch' in summary(everything, 16)
     # Half of an epoch of 200 samples from each dataset, in it by size.
-    assert shares(num_samples, {'a': 0.5, 'b': 0.5}, 16, filled=()) == {
+    assert shares(num_samples, streams(a=0.5, b=0.5), 16, training=True) == {
         'a/1': BucketShare(100, 62, 48),
         'a/2': BucketShare(60, 37, 32),
         'b/1': BucketShare(40, 100, 96),
     }
-    assert shares(num_samples, {'a': 3, 'b': 1}, 16, filled='ab') == {
+    assert shares(num_samples, streams(a=3, b=1), 16, training=False) == {
         'a/1': BucketShare(100, 93, 96),
         'a/2': BucketShare(60, 56, 64),
         'b/1': BucketShare(40, 50, 64),
     }
     with pytest.raises(ManifestError, match='the largest has 40 samples'):
-        shares({'b': num_samples['b']}, {'b': None}, 64, filled=())
+        shares({'b': num_samples['b']}, streams(b=None), 64, training=True)
 
 
 def test_where_buckets_lie():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.datasets.collate import Collate
+from diffusion.datasets.loader import Collate
 
 
 def tokenize(captions):

@@ -51,7 +51,7 @@ def test_latents_are_the_encoded_images(images, latents, encoders, overrides):
                 by_id.setdefault(sample_id, []).append((batch.get('images', batch.get('moments'))[i], batch['tokens']['text_encoder'][i]))
     assert len(by_id) == NUM_IMAGES
     for (pixels, words), (moments, same_words) in by_id.values():
-        torch.testing.assert_close(encoders.encode_images(pixels[None])[0].half(), moments, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(encoders.vae.encode(pixels[None])[0].half(), moments, rtol=2e-3, atol=2e-3)
         assert torch.equal(words, same_words)
 
 
@@ -59,7 +59,7 @@ def test_evaluation_takes_everything_in_order_with_every_caption(latents, encode
     recipe = recipe_for(latents, 'latents', overrides, 'eval.every=1ba', f'eval.streams.val.local={latents}', 'data.caption_dropout=0.9')
     keys = torch.cat([batch['sample_key'] for batch in eval_loader(recipe, encoders, 4)])
     assert keys[:, 1].tolist() == list(range(NUM_IMAGES))
-    empty = encoders.tokenize([''])['text_encoder'][0]
+    empty = encoders.text.tokenize([''])['text_encoder'][0]
     assert not any(torch.equal(row, empty) for batch in eval_loader(recipe, encoders, 4) for row in batch['tokens']['text_encoder'])
     assert eval_loader(recipe_for(latents, 'latents', overrides), encoders, 4) is None
 
@@ -72,7 +72,7 @@ def test_synthetic_samples_are_fixed_and_scaled(encoders, recipe):
     assert sorted(keys[:, 1].tolist()) == list(range(64))
     assert (keys[:, 0] == 3).all()
     moments = torch.cat([batch['moments'] for batch in batches])
-    assert float(moments[:, :4].float().std()) * encoders.scaling_factor == pytest.approx(1, rel=0.02)
+    assert float(moments[:, :4].float().std()) * encoders.vae.scaling_factor == pytest.approx(1, rel=0.02)
 
 
 def test_a_data_set_that_contradicts_the_recipe_is_refused_by_field(images, latents, encoders, overrides, tmp_path):

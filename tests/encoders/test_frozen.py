@@ -24,23 +24,23 @@ from tests.conftest import run_python
 
 def test_latents_are_scaled_once(encoders):
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    moments = encoders.encode_images(images)
+    moments = encoders.vae.encode(images)
     pixels = images.float() / 127.5 - 1
     posterior = encoders.vae.module.encode(pixels).latent_dist
     torch.testing.assert_close(moments, torch.cat([posterior.mean, posterior.logvar], dim=1))  # unscaled
-    latents = encoders.latents(moments, torch.zeros_like(posterior.mean))
+    latents = encoders.vae.latents(moments, torch.zeros_like(posterior.mean))
     torch.testing.assert_close(latents, posterior.mean * encoders.vae.module.config.scaling_factor)
     decoded = encoders.vae.module.decode(posterior.mean).sample.clamp(-1, 1)
-    torch.testing.assert_close(encoders.decode(latents).float(), ((decoded + 1) * 127.5).round(), rtol=0, atol=1)
+    torch.testing.assert_close(encoders.vae.decode(latents).float(), ((decoded + 1) * 127.5).round(), rtol=0, atol=1)
     assert pixels.min() < -0.9
     assert pixels.max() > 0.9
 
 
 def test_text_is_the_last_hidden_state_after_the_final_norm(encoders):
-    tokens = encoders.tokenize(['a red circle', ''])['text_encoder']
+    tokens = encoders.text.tokenize(['a red circle', ''])['text_encoder']
     assert tokens.shape == (2, encoders.text.length)
     assert tokens.dtype == torch.int64
-    text = encoders.encode_text({'text_encoder': tokens}).text
+    text = encoders.text.encode({'text_encoder': tokens}).text
     assert text.shape == (2, encoders.text.length, encoders.text.width)
     with torch.no_grad():
         states = encoders.text.parts['text_encoder'].module(tokens, output_hidden_states=True)
@@ -83,10 +83,10 @@ def test_the_stand_in_has_stable_diffusions_sizes():
 
 def test_tokenizer_knows_its_words_and_survives_others(encoders):
     words = vocabulary()
-    tokens = encoders.tokenize([' '.join(words[:10])])['text_encoder'][0].tolist()
+    tokens = encoders.text.tokenize([' '.join(words[:10])])['text_encoder'][0].tolist()
     assert len(set(tokens[1:11])) == 10  # a token a word
     assert encoders.text.tokenizers['tokenizer'].decode(tokens[1:11]).strip() == ' '.join(words[:10])
-    assert encoders.tokenize(['Ünknown wörds 漢字'])['text_encoder'].shape == (1, encoders.text.length)
+    assert encoders.text.tokenize(['Ünknown wörds 漢字'])['text_encoder'].shape == (1, encoders.text.length)
 
 
 def test_a_wrong_location_says_so(tmp_path):
@@ -95,7 +95,7 @@ def test_a_wrong_location_says_so(tmp_path):
 
 
 def digest_of(folder):
-    return FrozenEncoders.find(EncoderSource(str(folder))).tokenizer_digests
+    return FrozenEncoders.find(EncoderSource(str(folder))).text.tokenizer_digests
 
 
 def swap_words(tokenizer):
@@ -130,10 +130,10 @@ def test_whatever_decides_on_the_tokens_of_a_caption_changes_the_digest(encoders
 
 def test_a_tokenizer_that_was_used_and_written_again_has_its_digest(encoders, encoders_folder, tmp_path):
     shutil.copytree(encoders_folder, tmp_path / 'other')
-    encoders.tokenize(['a red circle'])
+    encoders.text.tokenize(['a red circle'])
     shutil.rmtree(tmp_path / 'other/tokenizer')
     save_tokenizer(encoders.text.tokenizers['tokenizer'], tmp_path / 'other/tokenizer')
-    assert digest_of(tmp_path / 'other') == encoders.tokenizer_digests == digest_of(encoders_folder)
+    assert digest_of(tmp_path / 'other') == encoders.text.tokenizer_digests == digest_of(encoders_folder)
 
 
 UNREACHABLE = """
@@ -163,7 +163,7 @@ for load in [
         load()
     except (CheckpointError, EncoderError) as error:
         print(error)
-print(FrozenEncoders.load(EncoderSource('owner/cached', COMMIT)).tokenize(['a red circle'])['text_encoder'].shape[0])
+print(FrozenEncoders.load(EncoderSource('owner/cached', COMMIT)).text.tokenize(['a red circle'])['text_encoder'].shape[0])
 """
 
 
@@ -309,15 +309,15 @@ def test_digest_follows_the_weights_not_the_file(encoders_folder, tmp_path):
     a = FrozenEncoders.load(EncoderSource(str(encoders_folder)))
     write_stand_in(tmp_path / 'same', 'tiny', seed=0)
     write_stand_in(tmp_path / 'other', 'tiny', seed=1)
-    assert FrozenEncoders.load(EncoderSource(str(tmp_path / 'other'))).vae_sha256 != a.vae_sha256
+    assert FrozenEncoders.load(EncoderSource(str(tmp_path / 'other'))).vae.sha256 != a.vae.sha256
     again = FrozenEncoders.load(EncoderSource(str(encoders_folder)))
-    assert again.vae_sha256 == a.vae_sha256 == weights_sha256(a.vae.module)
+    assert again.vae.sha256 == a.vae.sha256 == weights_sha256(a.vae.module)
 
 
 def test_what_is_encoded_can_be_trained_on(encoders):
     """Encoders run in inference mode, whose tensors autograd would refuse to keep."""
-    text = encoders.encode_text(encoders.tokenize(['a red circle'])).text
-    moments = encoders.encode_images(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+    text = encoders.text.encode(encoders.text.tokenize(['a red circle'])).text
+    moments = encoders.vae.encode(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
     assert not text.is_inference()
     assert not moments.is_inference()
     layer = torch.nn.Linear(encoders.text.width, 1)
@@ -328,7 +328,7 @@ def test_what_is_encoded_can_be_trained_on(encoders):
 def test_the_vae_in_bf16_is_close(encoders_folder):
     """Random weights: the moments differ by less than 2 % of their spread; how much a trained VAE's do is not known here."""
     images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
-    moments = [FrozenEncoders.load(EncoderSource(str(encoders_folder))).to('cpu', vae_in_bf16=bf16).encode_images(images) for bf16 in (False, True)]
+    moments = [FrozenEncoders.load(EncoderSource(str(encoders_folder))).to('cpu', vae_in_bf16=bf16).vae.encode(images) for bf16 in (False, True)]
     assert [each.dtype for each in moments] == [torch.float32] * 2
     assert not torch.equal(*moments)
     assert (moments[0] - moments[1]).square().mean().sqrt() < 0.02 * moments[0].std()
@@ -339,8 +339,8 @@ def test_encoders_choose_their_own_attention(encoders, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, 'version', lambda: 91501)
     use_attention('cudnn')  # which no CPU has
     try:
-        encoders.encode_text(encoders.tokenize(['a red circle']))
-        moments = encoders.encode_images(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
-        encoders.decode(moments[:, : encoders.latent_channels])
+        encoders.text.encode(encoders.text.tokenize(['a red circle']))
+        moments = encoders.vae.encode(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+        encoders.vae.decode(moments[:, : encoders.vae.latent_channels])
     finally:
         use_attention('auto')

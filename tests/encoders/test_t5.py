@@ -39,7 +39,7 @@ def test_encoded_text_is_that_of_transformers_without_padding(folder):
     encoders = load(folder)
     plain, tokenizer = CLASSES[folder.name][0].from_pretrained(folder / 'text_encoder').eval(), AutoTokenizer.from_pretrained(folder / 'tokenizer')
     assert type(encoders.text) is CLASSES[folder.name][1]
-    given = encoders.encode_text(encoders.tokenize(CAPTIONS))
+    given = encoders.text.encode(encoders.text.tokenize(CAPTIONS))
     assert given.text.shape == (3, 24, 32)
     for caption, text, mask in zip(CAPTIONS, given.text, given.mask, strict=True):
         ids = tokenizer(caption, return_tensors='pt').input_ids
@@ -49,11 +49,11 @@ def test_encoded_text_is_that_of_transformers_without_padding(folder):
         assert expected.std() > 0.1
         torch.testing.assert_close(text[mask], expected, rtol=1e-5, atol=1e-5)
     assert given.mask[1].sum() == 1  # the empty caption is its end alone, and attention has something to attend to
-    assert encoders.tokenize([' '.join(['circle'] * 50)])['text_encoder'].shape == (1, 24)
+    assert encoders.text.tokenize([' '.join(['circle'] * 50)])['text_encoder'].shape == (1, 24)
 
 
 def test_what_tokenizes_goes_to_the_workers_of_a_loader_without_the_encoder(folder):
-    tokenize = load(folder).tokenize
+    tokenize = load(folder).text.tokenize
     sent = pickle.dumps(tokenize)
     assert len(sent) < 50_000
     received = pickle.loads(sent)

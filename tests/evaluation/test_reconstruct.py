@@ -13,8 +13,8 @@ from streaming import LocalDataset
 
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.decode import open_image
+from diffusion.encoders.frozen import Vae
 from diffusion.encoders.random_encoders import build_vae
-from diffusion.encoders.vae import Vae
 from diffusion.evaluation.job.reconstructing import Shown, reconstruct
 from diffusion.evaluation.pages.reconstructions import GAIN, difference, sheet, write_reconstructions
 from tests.conftest import NUM_IMAGES, RESOLUTION, read_json, run_here, run_python

@@ -28,7 +28,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from diffusion.families.counting.activations import as_on_a_gpu, channels_last
+from diffusion.families.counting.tracing import as_on_a_gpu, channels_last
 from diffusion.families.sd2 import StableDiffusion2
 from diffusion.objectives.objective import weighted_error
 from diffusion.recipe.rules import TEXT_LENGTH

@@ -96,7 +96,7 @@ def test_plain_diffusers_draws_what_our_sampler_draws(masked, encoders_folder, t
         image = pipeline(prompt, latents=noise, output_type='pt', **options).images[0]
         assert image.std() > 0.01
         assert (ours[i].float() - image * 255).abs().max() <= 0.5 + 255e-5  # ours are whole numbers
-        given, empty = (masked.encode_text(masked.tokenize([caption])) for caption in (prompt, ''))
+        given, empty = (masked.text.encode(masked.text.tokenize([caption])) for caption in (prompt, ''))
 
         def denoise(noisy, t, given=given, empty=empty):
             conditional, unconditional = model.denoise(noisy, t, given), model.denoise(noisy, t, empty)
@@ -249,7 +249,7 @@ def test_stored_text_is_masked_as_encoded_text_is(masked, encoders_folder, overr
     recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', [*overrides, 'model.network=tiny-prx'])
     model = TextToImage(random_network(), masked, recipe.model, recipe.seed)
     batch = blank_batch(2, recipe, model)
-    batch['tokens'] = masked.tokenize(PROMPTS)
+    batch['tokens'] = masked.text.tokenize(PROMPTS)
     plain = ClipPenultimate.find(str(encoders_folder), None)
     stored = plain.encode(plain.tokenize(PROMPTS)).text.half()
     expected = model(batch).prediction

@@ -16,8 +16,8 @@ from diffusion.checkpoints.initial import load_weights
 from diffusion.checkpoints.reading import read_checkpoint
 from diffusion.checkpoints.resume import find_newest
 from diffusion.contracts.errors import CheckpointError, EncoderError
-from diffusion.datasets.collate import Collate
 from diffusion.datasets.keyed_random import Draw, normal
+from diffusion.datasets.loader import Collate
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.random_encoders import text_encoders_like
 from diffusion.encoders.text import ClipPair
@@ -115,11 +115,11 @@ def test_its_output_is_that_of_diffusers():
 def test_text_is_what_the_pipeline_encodes(pair, model, tmp_path):
     given, empty, pooled, empty_pooled = opened(model, tmp_path).encode_prompt(PROMPTS, device='cpu')
     for captions, text, vector in ((PROMPTS, given, pooled), (['', ''], empty, empty_pooled)):
-        ours = pair.encode_text(pair.tokenize(captions))
+        ours = pair.text.encode(pair.text.tokenize(captions))
         torch.testing.assert_close(ours.text, text, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(ours.pooled, vector, rtol=1e-5, atol=1e-5)
     assert empty.abs().max() > 0.1  # and not zeros
-    tokens = pair.tokenize(['a'])
+    tokens = pair.text.tokenize(['a'])
     assert tokens['text_encoder'][0, -1] == pair.text.tokenizers['tokenizer'].eos_token_id
     assert tokens['text_encoder_2'][0, -1] == 0  # the published second tokenizer pads with `!`
 
@@ -156,9 +156,9 @@ def test_a_rectangle_that_was_cut_out_of_a_larger_image(model, pair, tmp_path):
         'captions': [(PROMPTS[0], 1.0)],
         'sample_key': (0, 0, 0),
     }
-    given, empty = (Collate(pair.tokenize, 0, dropout, downsampling=4)([sample]) for dropout in (0.0, 1.0))
+    given, empty = (Collate(pair.text.tokenize, 0, dropout, downsampling=4)([sample]) for dropout in (0.0, 1.0))
     assert given['geometry'].dtype == torch.int32
-    given, empty = (pair.encode_text(batch['tokens'])._replace(geometry=batch['geometry']) for batch in (given, empty))
+    given, empty = (pair.text.encode(batch['tokens'])._replace(geometry=batch['geometry']) for batch in (given, empty))
     pipeline, noise = opened(model, tmp_path), normal(5, torch.zeros(1, 3, dtype=torch.int64), Draw.NOISE, (4, 4, 12))
     where = {'original_size': (200, 400), 'crops_coords_top_left': (3, 70), 'target_size': (16, 48)}
     options = {'height': 16, 'width': 48, 'num_inference_steps': 4, 'guidance_scale': 5.0, 'output_type': 'latent'}
@@ -211,7 +211,7 @@ def test_what_begins_from_a_published_model_keeps_its_zeros(overrides, base_xl, 
     shutil.rmtree(tmp_path / 'base')  # a run that resumes does not need it
     for name, load_path in (('run', tmp_path / 'base'), ('next', tmp_path / 'run')):
         model = start(name, load_path, 'train.duration=3ba').state.model
-        tokens = model.encoders.tokenize(['', 'a red circle'])
+        tokens = model.encoders.text.tokenize(['', 'a red circle'])
         text, pooled = model.conditioning({'tokens': tokens, 'geometry': None})[::2]
         assert [bool(each.any()) for each in (*text, *pooled)] == [False, True] * 2
     export(tmp_path / 'run', tmp_path / 'out')

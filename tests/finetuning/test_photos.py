@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 from streaming import LocalDataset
 
+from data_prep.auditing.dataset import audit_dataset
 from data_prep.converting.conversion import convert
 from data_prep.encoding.dataset import encode
 from diffusion.checkpoints.reading import find_checkpoint
@@ -44,14 +46,20 @@ def fit(recipe):
 
 
 def test_it_is_the_dataset_that_data_prep_makes(load, photos, encoders_folder, tmp_path):
+    for i in range(5, 20):  # two passes of the VAE
+        shutil.copy(photos / f'{i % 5}.png', photos / f'{i}.png')
     prepare(load())
     for photo in photos.glob('*.png'):
         if photo.stem != '2':
             photo.with_suffix('.txt').write_text(CAPTION)
     convert(photos, tmp_path / 'images')
-    encode(tmp_path / 'images', tmp_path / 'latents', [RESOLUTION], EncoderSource(str(encoders_folder)), network='tiny')
+    source = EncoderSource(str(encoders_folder))
+    encode(tmp_path / 'images', tmp_path / 'latents', [RESOLUTION], source, network='tiny', batch_size=module.SQUARES_A_PASS)
     ours, theirs = rows(tmp_path / PREPARED), rows(tmp_path / 'latents')
-    assert ours.keys() == theirs.keys() == {f'{i}.png' for i in range(5)}
+    assert list(ours) == list(theirs) == sorted(f'{i}.png' for i in range(20))
+    manifests = [Manifest.read(folder) for folder in (tmp_path / PREPARED, tmp_path / 'latents')]
+    assert replace(manifests[0], source={}, notes={}) == replace(manifests[1], source={}, notes={})
+    assert not audit_dataset(tmp_path / PREPARED).problems
     for key, row in ours.items():
         assert row.keys() == theirs[key].keys()
         for column, value in row.items():
@@ -88,7 +96,7 @@ def test_every_photo_has_its_caption_or_is_named(files, caption, expected, tmp_p
     data, photos = Data(kind='latents', resolution=32), Photos(str(tmp_path), caption)
     if isinstance(expected, str):
         with pytest.raises(DataError) as error:
-            read_photos(photos, data)
+            list(read_photos(photos, data))
         assert f'{tmp_path}/{expected}\n' in str(error.value)
         assert str(error.value).startswith('1 file of')
     else:
@@ -131,7 +139,7 @@ def test_they_are_encoded_once_and_a_resumed_run_equals_an_uninterrupted_one(loa
     assert not model.encoders.vae.is_loaded
     assert not model.encoders.text.parts['text_encoder'].is_loaded
     with monkeypatch.context() as patch:
-        patch.setattr(module, 'encode', None)
+        patch.setattr(module, '_encode', None)
         shutil.copytree(photos, tmp_path / 'moved')
         subject = f'data.streams.subject.photos.folder={tmp_path}/moved'
         fit(load(*more, subject, 'train.duration=7ba'))

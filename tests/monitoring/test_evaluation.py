@@ -98,8 +98,8 @@ def test_real_images_of_latents_are_decoded_and_cached(on_latents, images, encod
     assert from_latents.ids == from_images.ids == [0, 6, 12, 18, 24, 30, 36, 42]
     assert from_latents.captions() == from_images.captions()
     real = torch.stack([from_images.dataset.view(i, 0)['images'] for i in from_images.ids])
-    moments = encoders.encode_images(real)
-    reconstructed = encoders.decode(moments.chunk(2, dim=1)[0] * encoders.scaling_factor)
+    moments = encoders.vae.encode(real)
+    reconstructed = encoders.vae.decode(moments.chunk(2, dim=1)[0] * encoders.vae.scaling_factor)
     decoded = torch.cat(list(from_latents.images()))
     assert decoded.shape == real.shape == (8, 3, 32, 32)
     assert (decoded.float() - reconstructed.float()).abs().max() <= 2  # stored as float16

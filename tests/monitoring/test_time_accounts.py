@@ -203,7 +203,7 @@ def test_imports_count():
 
 
 def test_phases_without_a_stopwatch_do_nothing(monkeypatch):
-    monkeypatch.setattr(stopwatch, '_running', None)
+    monkeypatch.setattr(stopwatch, '_running', stopwatch._idle)
     with stopwatch.phase('save'):
         pass
     stopwatch.end('finished')

@@ -4,7 +4,7 @@ import torch
 from diffusers import DDPMScheduler
 from diffusers.training_utils import compute_snr
 
-from diffusion.encoders.vae import posterior_sample
+from diffusion.encoders.frozen import posterior_sample
 from diffusion.objectives.diffusion import PREDICTIONS, add_noise, alphas_cumprod, loss_weight, offset, signal_and_sigma
 from diffusion.objectives.objective import weighted_error
 from diffusion.recipe.schema import Schedule

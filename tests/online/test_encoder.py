@@ -22,7 +22,7 @@ def settings(encoders, encoders_folder) -> Settings:
     return Settings(
         str(encoders_folder),
         None,
-        encoders.vae_sha256,
+        encoders.vae.sha256,
         code_identity(),
         in_bf16=False,
         backend=None,
@@ -48,7 +48,7 @@ def turned(orientation: int) -> Image.Exif:
 
 def test_moments_are_those_of_the_trainer(settings, encoders):
     images = torch.randint(0, 256, (4, 3, 32, 48), dtype=torch.uint8, generator=torch.manual_seed(0))
-    expected = encoders.encode_images(images)
+    expected = encoders.vae.encode(images)
     read_only = images.numpy().copy()
     read_only.setflags(write=False)  # as Ray's are
     assert torch.equal(torch.from_numpy(ImageEncoder(settings).encode(read_only, True)), expected)
@@ -62,7 +62,7 @@ def test_stored_images_become_those_of_the_loader(settings, encoders):
     pixels = torch.stack([covered(content, 32, 48)[0] for content in contents])
     pixels[1] = pixels[1].flip(-1)
     given = ImageEncoder(settings).encode(StoredImages(contents, [False, True, False], 32, 48), True)
-    assert torch.equal(torch.from_numpy(given), encoders.encode_images(pixels))
+    assert torch.equal(torch.from_numpy(given), encoders.vae.encode(pixels))
 
 
 def test_an_image_that_cannot_be_decoded_is_named(settings):

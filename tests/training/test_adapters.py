@@ -10,8 +10,8 @@ from data_prep.encoding.dataset import encode
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, weights_by_part
 from diffusion.contracts.errors import CheckpointError, ManifestError
 from diffusion.families.adapters import add_adapter, store_frozen_in_bf16
-from diffusion.families.counting.activations import as_on_a_gpu
 from diffusion.families.counting.counts import Counter
+from diffusion.families.counting.tracing import as_on_a_gpu
 from diffusion.families.registry import FAMILIES, build_network, training_flops
 from diffusion.recipe import Recipe, RecipeError, load_recipe
 from diffusion.recipe.schema import Adapter, EncoderSource
@@ -102,9 +102,9 @@ def test_images_are_drawn_with_the_adapted_text_encoder(trained, base, tmp_path)
     plain.network = model.network  # with its adapter
     drawn, without = (each.generate(['a red circle'], 32, guidance=1.0, steps=2, seed=0).float() for each in (model, plain))
     assert (drawn - without).abs().max() > 1
-    assert not model.encoders.encode_text(model.encoders.tokenize(['a'])).text.is_inference()
+    assert not model.encoders.text.encode(model.encoders.text.tokenize(['a'])).text.is_inference()
     with torch.no_grad():
-        assert not model.encoders.encode_text(model.encoders.tokenize(['a'])).text.requires_grad
+        assert not model.encoders.text.encode(model.encoders.text.tokenize(['a'])).text.requires_grad
 
 
 def test_another_base_is_refused(base, trained, tmp_path):
@@ -142,7 +142,7 @@ def test_what_cannot_be_adapted_is_refused(base, encoders_folder, images, tmp_pa
 def example_batch(model):
     return {
         'moments': torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(0)).half(),
-        'tokens': model.encoders.tokenize(['a red circle', 'a blue square']),
+        'tokens': model.encoders.text.tokenize(['a red circle', 'a blue square']),
         'sample_key': torch.tensor([[0, 3, 0], [0, 11, 0]]),
     }
 
@@ -210,7 +210,7 @@ def test_a_step_in_bf16_has_gradients_in_float32(base, tmp_path):
     frozen = {weight.dtype for name, weight in model.named_parameters() if 'lora_' not in name}
     assert frozen == {torch.bfloat16}
     batch = example_batch(model)
-    conditioning = model.encoders.encode_text(batch['tokens'])
+    conditioning = model.encoders.text.encode(batch['tokens'])
     with as_on_a_gpu('amp_bf16'):
         model.denoise(batch['moments'].float()[:, :4], torch.tensor([10, 500]), conditioning).square().mean().backward()
     for name, weight in model.named_parameters():
@@ -234,7 +234,7 @@ def test_counts_of_the_real_networks(network, adapter, expected, monkeypatch):
     recipe = Recipe()
     recipe.model.network, recipe.data.resolution, recipe.adapter = network, 512, adapter
     recipe.model.encoders.source = '.'
-    monkeypatch.setattr('diffusion.families.counting.counts._flop', lambda *_: [0])
+    monkeypatch.setattr('diffusion.families.counting.tracing.training_flops', lambda *_: 0)
     assert Counter({}).counts(recipe, activations=False).trained_parameters == expected
 
 

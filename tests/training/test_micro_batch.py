@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from diffusion.cost.facts import divisors
+from diffusion.encoders.text import TextEncoders
 from diffusion.families.registry import build_network
 from diffusion.recipe import RecipeError, load_recipe
 from diffusion.training import micro_batch
@@ -48,10 +49,10 @@ def test_the_batch_that_is_tried_is_one_that_trains(kind, timesteps, overrides, 
     recipe = load(overrides, f'data.kind={kind}', 'data.streams.train.local=/x', f'model.timesteps={timesteps}')
     model = TextToImage(build_network('tiny'), encoders, recipe.model, recipe.seed)
     batch = blank_batch(3, recipe, model)
-    assert model(batch).prediction.shape == (3, 4, *[32 // encoders.downsampling] * 2)
+    assert model(batch).prediction.shape == (3, 4, *[32 // encoders.vae.downsampling] * 2)
     assert ('images' in batch) == (kind == 'images')
-    monkeypatch.delattr(type(encoders), 'encode_text')  # a dataset with encoded captions: the text encoder takes no memory
-    assert model(blank_batch(3, recipe, model, text_stored=True)).prediction.shape == (3, 4, *[32 // encoders.downsampling] * 2)
+    monkeypatch.delattr(TextEncoders, 'encode')  # a dataset with encoded captions: the text encoder takes no memory
+    assert model(blank_batch(3, recipe, model, text_stored=True)).prediction.shape == (3, 4, *[32 // encoders.vae.downsampling] * 2)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def batch(encoders):
     generator = torch.Generator().manual_seed(0)
     return {
         'moments': torch.randn(4, 8, 8, 8, generator=generator).half(),
-        'tokens': encoders.tokenize(['a red circle', 'a blue square', '', 'on a white background']),
+        'tokens': encoders.text.tokenize(['a red circle', 'a blue square', '', 'on a white background']),
         'sample_key': torch.tensor([[0, 3, 0], [0, 11, 0], [0, 12, 0], [0, 29, 0]]),
     }
 
@@ -36,7 +36,7 @@ def test_the_loss_is_diffusers_loss_for_the_same_noise_and_timesteps(encoders, b
     key = batch['sample_key']
     noise, t = normal(17, key, Draw.NOISE, (4, 8, 8)), integers(17, key, Draw.TIMESTEP, 1000)
     mean, log_variance = batch['moments'].float().chunk(2, dim=1)
-    latents = (mean + (0.5 * log_variance).exp() * normal(17, key, Draw.POSTERIOR, (4, 8, 8))) * encoders.scaling_factor
+    latents = (mean + (0.5 * log_variance).exp() * normal(17, key, Draw.POSTERIOR, (4, 8, 8))) * encoders.vae.scaling_factor
     scheduler = DDPMScheduler(beta_schedule='scaled_linear', beta_start=0.00085, beta_end=0.012)
     text = encoders.text.parts['text_encoder'].module(batch['tokens']['text_encoder']).last_hidden_state
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_the_loss_of_a_sample_is_multiplied_by_the_weight_of_its_stream(encoders
 def test_images_and_latents_give_the_same_loss(encoders, batch):
     images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     online = {'images': images, **{k: batch[k] for k in ('tokens', 'sample_key')}}
-    precomputed = {'moments': encoders.encode_images(images), **{k: batch[k] for k in ('tokens', 'sample_key')}}
+    precomputed = {'moments': encoders.vae.encode(images), **{k: batch[k] for k in ('tokens', 'sample_key')}}
     model = build(encoders)
     torch.testing.assert_close(model.loss(model(online), online), model.loss(model(precomputed), precomputed))
 
@@ -168,11 +168,11 @@ def test_the_unconditional_of_sampling_is_the_one_of_caption_dropout(encoders):
     model = build(encoders).eval()
     model.denoise = lambda noisy, t, conditioning: (seen.append(conditioning.text), torch.zeros_like(noisy))[1]
     model.generate(['a red circle'], resolution=32, guidance=2.0, steps=1, seed=0)
-    from diffusion.datasets.collate import Collate
+    from diffusion.datasets.loader import Collate
 
     sample = {'moments': np.zeros((8, 8, 8), np.float16), 'captions': [('a red circle', 1.0)], 'sample_key': (0, 0, 0)}
-    dropped = Collate(encoders.tokenize, seed=0, caption_dropout=1.0)([sample])
-    torch.testing.assert_close(seen[0][:1], encoders.encode_text(dropped['tokens']).text)
+    dropped = Collate(encoders.text.tokenize, seed=0, caption_dropout=1.0)([sample])
+    torch.testing.assert_close(seen[0][:1], encoders.text.encode(dropped['tokens']).text)
     assert not torch.equal(seen[0][0], seen[0][1])
 
 

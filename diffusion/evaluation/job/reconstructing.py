@@ -23,7 +23,7 @@ from diffusion.common.text import counted
 from diffusion.contracts.errors import EncoderError, InputError
 from diffusion.datasets.decode import size_of
 from diffusion.datasets.transforms import SQUARE
-from diffusion.encoders.vae import Vae
+from diffusion.encoders.frozen import Vae
 from diffusion.evaluation.features.lpips import MIN_SIDE_PX
 from diffusion.evaluation.features.networks import precise
 from diffusion.evaluation.job.images import CHOSEN_BY, RealImages, chosen_ids, open_images, parts_with, read_batches, text_of_left_out

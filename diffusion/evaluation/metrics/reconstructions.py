@@ -16,7 +16,7 @@ from torchmetrics.functional.image import peak_signal_noise_ratio, structural_si
 
 from diffusion.common.text import did_you_mean
 from diffusion.contracts.errors import EncoderError, InputError
-from diffusion.encoders.vae import pixels_to_unit_range
+from diffusion.encoders.frozen import pixels_to_unit_range
 from diffusion.evaluation.features.extractors import Extractor, in_batches, load_extractors
 from diffusion.evaluation.features.lpips import PERCEPTUAL, PerceptualDistance, find_perceptual
 from diffusion.evaluation.features.networks import precise

@@ -6,13 +6,12 @@ Counting takes seconds a network, most of them for imports, so what the shipped 
 again, and a test compares. What is not there, or belongs to a network whose configuration has changed since, is counted when it is asked for.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from diffusion.common.arguments import CommandParser
 from diffusion.common.files import replacing
@@ -24,7 +23,7 @@ from diffusion.recipe import RecipeError
 from diffusion.recipe.keys import MISSING
 from diffusion.recipe.rules import NETWORKS, PIXELS_PER_LATENT, TEXT_LENGTH
 from diffusion.recipe.schema import Adapter, Recipe
-from diffusion.recipe.techniques import Methods, optimizer_of, switched_on
+from diffusion.recipe.techniques import optimizer_of, switched_on
 
 KEPT = Path(__file__).with_name('counts.json')
 # Encoders on the Hub whose architecture encoders/sizes.py knows.
@@ -58,7 +57,7 @@ class Counter:
         self.kept, self.may_count = kept, may_count
 
     @classmethod
-    def from_file(cls) -> Counter:
+    def from_file(cls) -> 'Counter':
         return cls(json.loads(KEPT.read_text())['counts'])
 
     def counts(self, recipe: Recipe, activations: bool = True) -> Counts:
@@ -74,7 +73,7 @@ class Counter:
         mixed = train.precision != 'fp32' and train.vae_precision == 'bf16'
         encoders = self._encoders(recipe, ('bf16' if mixed else 'fp32') if activations else None)
         name = f'{network} {_digest(network)}'
-        parameters, latent_channels, text_width = self._of(f'{name} network', lambda: _network(network))
+        parameters, latent_channels, text_width = self._of(f'{name} network', lambda traced: traced.network_facts(network))
         if encoders is not None:
             _refuse_other_encoders(recipe, encoders, latent_channels, text_width)
         downsampling, text_length = (encoders.downsampling, encoders.text_length) if encoders is not None else (PIXELS_PER_LATENT, TEXT_LENGTH)
@@ -83,25 +82,25 @@ class Counter:
         adapter, of_adapter = recipe.adapter, _name_of(recipe.adapter)
         methods = switched_on(recipe.methods).values()
         of_methods = ''.join(f' {name}' for method in methods if (name := method.changes_flop()))
-        (flop,) = self._of(f'{name} flop {what}{of_adapter}{of_methods}', lambda: _flop(network, side, text_length, adapter, recipe.methods))
+        of_pass = network, (side, side), text_length, adapter, recipe.methods
+        (flop,) = self._of(f'{name} flop {what}{of_adapter}{of_methods}', lambda traced: traced.training_flops(*of_pass))
         trained, saved, peak = parameters, 0, 0
         if activations:
             how = f'{what} {train.precision}{" checkpointed" if train.checkpoint_activations else ""}{of_adapter}'
-            saved, peak = self._of(
-                f'{name} activations {how}',
-                lambda: _activations(network, side, text_length, train.precision, train.checkpoint_activations, adapter),
-            )
+            of_step = network, side, train.precision, train.checkpoint_activations, text_length, adapter
+            saved, peak = self._of(f'{name} activations {how}', lambda traced: traced.activations(*of_step))
         if adapter is not None:
-            (trained,) = self._of(f'{name} trained{of_adapter}', lambda: _trained(network, adapter))
+            (trained,) = self._of(f'{name} trained{of_adapter}', lambda traced: traced.num_trained(network, adapter))
             like = _like(recipe)
             if encoders is not None and like is not None and adapter.text_encoders:
                 text = f'{_encoders_named(like)} trained{of_adapter}'
-                text_trained, text_flop = self._of(text, lambda: _adapted_text(like, adapter))
+                text_trained, text_flop = self._of(text, lambda traced: traced.adapted_text(like, adapter))
                 trained, encoders = trained + text_trained, dataclasses.replace(encoders, text_flop=text_flop)
                 if activations:
-                    (text_saved,) = self._of(f'{text} activations {train.precision}', lambda: _text_saved(like, train.precision, adapter))
+                    of_text = like, train.precision, adapter
+                    (text_saved,) = self._of(f'{text} activations {train.precision}', lambda traced: traced.text_saved_bytes(*of_text))
                     saved, peak = saved + text_saved, peak + text_saved
-        (in_matrices,) = self._of(f'{name} matrices', lambda: _matrices(network)) if optimizer_of(recipe).trains_matrices else [0]
+        (in_matrices,) = self._of(f'{name} matrices', lambda traced: traced.num_in_matrices(network)) if optimizer_of(recipe).trains_matrices else [0]
         return Counts(parameters, trained, flop, saved, peak, latent_channels, encoders, in_matrices)
 
     def knows(self, recipe: Recipe) -> bool:
@@ -124,26 +123,31 @@ class Counter:
         return bool(self._family(network)[0])
 
     def _family(self, network: str) -> list[int]:
-        return self._of(f'{network} {_digest(network)} family', lambda: _family(network))
+        return self._of(f'{network} {_digest(network)} family', lambda traced: traced.family_facts(network))
 
     def _encoders(self, recipe: Recipe, vae_precision: str | None) -> EncoderCounts | None:
         like, resolution = _like(recipe), recipe.data.resolution
         if like is None:
             return None
         name = _encoders_named(like)
-        shapes = self._of(f'{name} shapes and text', lambda: _shapes_and_text(like))
+        shapes = self._of(f'{name} shapes and text', lambda traced: traced.encoder_facts(like))
         downsampling, latent_channels, text_length, text_width, text_parameters, vae_parameters, text_flop = shapes
-        (vae_flop,) = self._of(f'{name} flop {resolution} px', lambda: _vae_flop(like, resolution))
+        (vae_flop,) = self._of(f'{name} flop {resolution} px', lambda traced: traced.encoding_flop(like, resolution))
         vae_peak = 0
         if vae_precision is not None:
-            (vae_peak,) = self._of(f'{name} peak {resolution} px {vae_precision}', lambda: _vae_peak(like, resolution, vae_precision))
+            what = f'{name} peak {resolution} px {vae_precision}'
+            (vae_peak,) = self._of(what, lambda traced: traced.encoding_bytes(like, resolution, vae_precision))
         return EncoderCounts(downsampling, latent_channels, text_length, text_width, text_parameters, vae_parameters, text_flop, vae_flop, vae_peak)
 
-    def _of(self, what: str, count: Callable[[], Sequence[int]]) -> list[int]:
+    def _of(self, what: str, count: Callable[[Any], int | Sequence[int]]) -> list[int]:
+        """Return what is kept under a name, or what `count` makes of tracing.py, which imports torch."""
         if what not in self.kept:
             if not self.may_count:
                 raise Uncounted(what)
-            self.kept[what] = list(count())
+            from diffusion.families.counting import tracing
+
+            found = count(tracing)
+            self.kept[what] = [found] if isinstance(found, int) else list(found)
         return self.kept[what]
 
 
@@ -191,124 +195,6 @@ def _digest_of(folder: Path) -> str:
 def _digest(network: str) -> str:
     """Digest of its configuration, so that counts of another one are not taken for its own."""
     return hashlib.sha256((NETWORKS / f'{network}.json').read_bytes()).hexdigest()[:8]
-
-
-def _network(name: str) -> Sequence[int]:
-    """Parameters, channels of latents, channels of text."""
-    import torch
-
-    from diffusion.families.registry import build_network, family_of
-
-    with torch.device('meta'):
-        parameters = sum(parameter.numel() for parameter in build_network(name).parameters())
-    family, config = family_of(name), find_network(name).config
-    return [parameters, family.latent_channels(config), family.text_width(config)]
-
-
-def _family(network: str) -> Sequence[int]:
-    """Whether its family reads size and crop, is trained by a flow, takes bf16, loads adapters, and has tokens."""
-    from diffusion.families.registry import family_of
-
-    family = family_of(network)
-    return [
-        int(bool(has))
-        for has in (family.reads_geometry, family.objective == 'flow', family.takes_bf16, family.adapter_targets, family.token_arguments)
-    ]
-
-
-def _matrices(name: str) -> Sequence[int]:
-    """Parameters that an optimizer may treat as matrices."""
-    import torch
-
-    from diffusion.families.registry import build_network, family_of
-
-    with torch.device('meta'):
-        return [sum(weight.numel() for weight in family_of(name).matrices(build_network(name)))]
-
-
-def _trained(name: str, adapter: Adapter) -> Sequence[int]:
-    """Parameters of the network's adapter."""
-    import torch
-
-    from diffusion.families.adapters import add_adapter, trained_weights
-    from diffusion.families.registry import build_network, family_of
-
-    with torch.device('meta'):
-        network = build_network(name)
-        add_adapter(network, adapter, family_of(name).adapter_targets[adapter.targets], seed=0)
-    return [sum(weight.numel() for weight in trained_weights(network).values())]
-
-
-def _adapted_text(like: str, adapter: Adapter) -> Sequence[int]:
-    """Parameters of the text encoders' adapters, and FLOP of a caption forward and back."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from diffusion.encoders.random_encoders import text_encoders_like
-    from diffusion.families.adapters import TEXT_TARGETS, add_adapter, trained_weights
-
-    parameters = 0
-    with torch.device('meta'), FlopCounterMode(display=False) as counter:
-        for text in text_encoders_like(like):
-            add_adapter(text, adapter, TEXT_TARGETS, seed=0)
-            parameters += sum(weight.numel() for weight in trained_weights(text).values())
-            text(torch.zeros(1, text.config.max_position_embeddings, dtype=torch.long))[0].sum().backward()
-    return [parameters, counter.get_total_flops()]
-
-
-def _text_saved(like: str, precision: str, adapter: Adapter) -> Sequence[int]:
-    from diffusion.families.counting.activations import text_saved_bytes
-
-    return [text_saved_bytes(like, precision, adapter)]
-
-
-def _flop(network: str, side: int, text_length: int, adapter: Adapter | None, methods: Methods) -> Sequence[int]:
-    from diffusion.families.registry import training_flops
-
-    return [training_flops(network, (side, side), text_length, adapter, methods)]
-
-
-def _activations(network: str, side: int, text_length: int, precision: str, checkpointed: bool, adapter: Adapter | None) -> Sequence[int]:
-    from diffusion.families.counting.activations import activations
-
-    counted = activations(network, side, precision, checkpointed, text_length, adapter)
-    return [counted.saved, counted.peak]
-
-
-def _shapes_and_text(like: str) -> Sequence[int]:
-    """Pixels per latent, channels of latents, tokens, channels of text, parameters of the text encoders and of the VAE, and FLOP of a caption."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from diffusion.encoders.random_encoders import text_encoders_like, text_length_like, vae_like
-
-    with torch.device('meta'), torch.no_grad():
-        texts, vae, length = text_encoders_like(like), vae_like(like), text_length_like(like)
-        with FlopCounterMode(display=False) as counter:
-            for text in texts:
-                text(torch.zeros(1, length, dtype=torch.long))
-    text_width = sum(text.config.hidden_size for text in texts)
-    text_parameters = sum(parameter.numel() for text in texts for parameter in text.parameters())
-    vae_parameters = sum(parameter.numel() for parameter in vae.parameters())
-    downsampling = 2 ** (len(vae.config.block_out_channels) - 1)
-    return [downsampling, vae.config.latent_channels, length, text_width, text_parameters, vae_parameters, counter.get_total_flops()]
-
-
-def _vae_flop(like: str, resolution: int) -> Sequence[int]:
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from diffusion.encoders.random_encoders import vae_like
-
-    with torch.device('meta'), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        vae_like(like).encode(torch.zeros(1, 3, resolution, resolution))
-    return [counter.get_total_flops()]
-
-
-def _vae_peak(like: str, resolution: int, precision: str) -> Sequence[int]:
-    from diffusion.families.counting.activations import encoding_bytes
-
-    return [encoding_bytes(like, resolution, precision)]
 
 
 def adapted(network: str, resolution: int, rank: int, checkpointed: bool) -> Recipe:

@@ -1,4 +1,5 @@
-"""Activations of a training step, counted on fake tensors: exact shapes and dtypes, no memory and no GPU.
+"""Parameters, FLOP and activations of networks, counted without weights: on the meta device, and a training step on fake tensors, whose shapes and
+dtypes are exact.
 
 The network's forward and backward pass run eagerly as they would under CUDA's autocast, and the storages alive at each moment are added up.
 Compiled steps take less; cuDNN's workspaces and the allocator's gaps take more.
@@ -7,8 +8,7 @@ Compiled steps take less; cuDNN's workspaces and the allocator's gaps take more.
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.encoders.random_encoders import text_encoders_like, vae_like
-from diffusion.families.adapters import TEXT_TARGETS, add_adapter, let_gradients_reach, store_frozen_in_bf16
+from diffusion.encoders.random_encoders import text_encoders_like, text_length_like, vae_like
+from diffusion.families.adapters import TEXT_TARGETS, add_adapter, let_gradients_reach, store_frozen_in_bf16, trained_weights
 from diffusion.families.family import Config, Family
 from diffusion.families.networks import find_network
-from diffusion.families.registry import family_of
+from diffusion.families.registry import build_network, family_of
+from diffusion.families.registry import training_flops as training_flops  # asked for here, as all that needs torch
 from diffusion.objectives.objective import weighted_error
 from diffusion.recipe.rules import TEXT_LENGTH
 from diffusion.recipe.schema import Adapter
@@ -32,12 +34,72 @@ BATCH = 1024  # so large that activations, which grow with it, decide where the 
 ENCODED_BATCH = 64  # for the same reason; large enough for the VAE's own weights not to count
 
 
-@dataclass(frozen=True)
-class Activations:
+class Activations(NamedTuple):
     """Bytes per sample: left for the backward pass, and at the highest moment."""
 
     saved: int
     peak: int
+
+
+def network_facts(name: str) -> list[int]:
+    """Parameters, channels of latents, channels of text."""
+    with torch.device('meta'):
+        parameters = sum(parameter.numel() for parameter in build_network(name).parameters())
+    family, config = family_of(name), find_network(name).config
+    return [parameters, family.latent_channels(config), family.text_width(config)]
+
+
+def family_facts(network: str) -> list[int]:
+    """Whether its family reads size and crop, is trained by a flow, takes bf16, loads adapters, and has tokens."""
+    family = family_of(network)
+    facts = family.reads_geometry, family.objective == 'flow', family.takes_bf16, family.adapter_targets, family.token_arguments
+    return [int(bool(has)) for has in facts]
+
+
+def num_in_matrices(name: str) -> int:
+    """Parameters that an optimizer may treat as matrices."""
+    with torch.device('meta'):
+        return sum(weight.numel() for weight in family_of(name).matrices(build_network(name)))
+
+
+def num_trained(name: str, adapter: Adapter) -> int:
+    """Parameters of the network's adapter."""
+    with torch.device('meta'):
+        network = build_network(name)
+        add_adapter(network, adapter, family_of(name).adapter_targets[adapter.targets], seed=0)
+    return sum(weight.numel() for weight in trained_weights(network).values())
+
+
+def adapted_text(like: str, adapter: Adapter) -> list[int]:
+    """Parameters of the text encoders' adapters, and FLOP of a caption forward and back; `like`: see random_encoders.text_encoders_like."""
+    parameters = 0
+    with torch.device('meta'), FlopCounterMode(display=False) as counter:
+        for text in text_encoders_like(like):
+            add_adapter(text, adapter, TEXT_TARGETS, seed=0)
+            parameters += sum(weight.numel() for weight in trained_weights(text).values())
+            text(torch.zeros(1, text.config.max_position_embeddings, dtype=torch.long))[0].sum().backward()
+    return [parameters, counter.get_total_flops()]
+
+
+def encoder_facts(like: str) -> list[int]:
+    """Pixels per latent, channels of latents, tokens, channels of text, parameters of the text encoders and of the VAE, and FLOP of a caption."""
+    with torch.device('meta'), torch.no_grad():
+        texts, vae, length = text_encoders_like(like), vae_like(like), text_length_like(like)
+        with FlopCounterMode(display=False) as counter:
+            for text in texts:
+                text(torch.zeros(1, length, dtype=torch.long))
+    text_width = sum(text.config.hidden_size for text in texts)
+    text_parameters = sum(parameter.numel() for text in texts for parameter in text.parameters())
+    vae_parameters = sum(parameter.numel() for parameter in vae.parameters())
+    downsampling = 2 ** (len(vae.config.block_out_channels) - 1)
+    return [downsampling, vae.config.latent_channels, length, text_width, text_parameters, vae_parameters, counter.get_total_flops()]
+
+
+def encoding_flop(like: str, resolution: int) -> int:
+    """FLOP of the VAE's encoding of an image."""
+    with torch.device('meta'), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        vae_like(like).encode(torch.zeros(1, 3, resolution, resolution))
+    return counter.get_total_flops()
 
 
 def activations(
