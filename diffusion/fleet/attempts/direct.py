@@ -111,7 +111,7 @@ def is_done(folder: Folder, spec: JobSpec) -> bool:
     return True
 
 
-def take_job(folder: Folder, spec: JobSpec, epoch: int | None) -> Self:
+def take_job(folder: Folder, spec: JobSpec, epoch: int | None) -> LatestRecord:
     """Begin an attempt: earlier ones may write nothing more.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any
 
 import requests
 
+from diffusion.checkpoints.manifest import sha256_of
 from diffusion.common.files import replacing
 from diffusion.common.text import counted
 from diffusion.contracts.errors import FINISHED, INCOMPLETE, IncompleteError, InputError
@@ -138,7 +139,7 @@ def fetch_results(client: FleetClient, job: str, out: Path, say: Callable[[str],
         if not path.resolve().is_relative_to(out.resolve()):
             raise InputError(f'{name[:80]}: the name leads out of {out}')
         if path.exists():
-            if _sha256(path) != files[name]['sha256']:
+            if sha256_of(path) != files[name]['sha256']:
                 raise InputError(f'{path}: another file is there; name another folder')
             continue
         _download(client, job, name, path)
@@ -185,8 +186,3 @@ def _receive(answer: requests.Response, content: dict[str, Any], path: Path) -> 
     except _Damaged as error:
         return str(error)
     return ''
-
-
-def _sha256(path: Path) -> str:
-    with path.open('rb') as file:
-        return hashlib.file_digest(file, 'sha256').hexdigest()

@@ -15,6 +15,7 @@ from typing import Any
 import requests
 import yaml
 
+from diffusion.checkpoints.manifest import sha256_of
 from diffusion.common.files import MAX_JSON_BYTES, parse_json_object, read_regular
 from diffusion.common.text import counted
 from diffusion.contracts.errors import IncompleteError, InputError
@@ -88,7 +89,7 @@ def pack(source: Path, scratch: Path) -> Packed:
     if source.is_file():
         num_bytes = source.stat().st_size
         _check_size(source, num_bytes)
-        return Packed(source, source, _sha256(source), num_bytes, is_temporary=False)
+        return Packed(source, source, sha256_of(source), num_bytes, is_temporary=False)
     if not source.is_dir():
         raise InputError(f'{source}: there is no such folder or file')
     files = sorted(_files(source), key=lambda path: path.relative_to(source).as_posix())
@@ -108,7 +109,7 @@ def pack(source: Path, scratch: Path) -> Packed:
                 tar.addfile(entry, file)
     num_bytes = archive.stat().st_size
     _check_size(source, num_bytes)
-    return Packed(source, archive, _sha256(archive), num_bytes, is_temporary=True)
+    return Packed(source, archive, sha256_of(archive), num_bytes, is_temporary=True)
 
 
 def _files(folder: Path) -> list[Path]:
@@ -122,11 +123,6 @@ def _files(folder: Path) -> list[Path]:
 def _check_size(source: Path, num_bytes: int) -> None:
     if num_bytes > LARGEST_INPUT_BYTES:
         raise InputError(f'{source}: {num_bytes / (1 << 30):.1f} GB, an input may have {LARGEST_INPUT_BYTES >> 30} GB at most')
-
-
-def _sha256(path: Path) -> str:
-    with path.open('rb') as file:
-        return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
 # Jobs from files to the queue: folders become uploaded inputs, and jobs go in parts, each of which arrives once however often it is sent.

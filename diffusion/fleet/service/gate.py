@@ -148,6 +148,8 @@ class GatedRoute(APIRoute):
                 response = await answer(request)
             except Exception as error:
                 response = _refusal(request, error)
+                if request.method != 'GET' and not hasattr(request.state, 'body') and response.status_code != 413:
+                    response.headers['Connection'] = 'close'  # or the server would wait for the rest of the body
             service.answers.labels(request.method, self.path, str(response.status_code)).inc()
             return response
 
@@ -218,7 +220,7 @@ def _refusal(request: Request, error: Exception) -> Response:
             print_message(f'the database does not answer: {redacted(str(error)).strip()}')
             return _error(503, 'the database does not answer; try again', {'Retry-After': '2'})
         case TimeoutError():
-            return _error(408, f'the body did not come within {BODY_SEC:g} s; send fewer jobs at a time', {'Connection': 'close'})
+            return _error(408, f'the body did not come within {BODY_SEC:g} s; send fewer jobs at a time')
         case ClientDisconnect():
             return Response(status_code=400)
     raise error

@@ -46,7 +46,7 @@ def test_pages_of_others_change_nothing_even_with_a_token(headers, status, servi
 
 
 def ask_slowly(service, token, parts):
-    """Send the parts of a body, then nothing; returns the status, and how many parts were taken."""
+    """Send the parts of a body, then nothing; returns the status, how many parts were taken, and whether the connection is to be closed."""
     headers = {
         'host': 'fleet',
         'content-type': 'application/x-ndjson',
@@ -72,20 +72,20 @@ def ask_slowly(service, token, parts):
         sent.append(message)
 
     asyncio.run(asyncio.wait_for(service.client.app(scope, receive, send), 20))
-    return sent[0]['status'], taken
+    return sent[0]['status'], taken, (b'connection', b'close') in sent[0]['headers']
 
 
 def test_no_body_is_read_for_a_token_that_opens_nothing(service):
-    assert ask_slowly(service, 'wrong', [b'{']) == (401, 0)
+    assert ask_slowly(service, 'wrong', [b'{']) == (401, 0, True)
 
 
 def test_a_body_comes_in_time_or_not_at_all(service, monkeypatch):
     monkeypatch.setattr(gate, 'BODY_SEC', 0.3)
-    assert ask_slowly(service, token_of('anna'), [b'{', b'"recipe"']) == (408, 2)
+    assert ask_slowly(service, token_of('anna'), [b'{', b'"recipe"']) == (408, 2, True)
 
 
 def test_a_body_has_a_limit_without_a_length(service):
-    assert ask_slowly(service, token_of('anna'), [b'x' * (1 << 19)] * 4) == (413, 3)
+    assert ask_slowly(service, token_of('anna'), [b'x' * (1 << 19)] * 4) == (413, 3, False)
 
 
 @pytest.mark.parametrize('key', ['gpu', 'image'])
