@@ -96,14 +96,20 @@ def fleet_protocol() -> str:
     for tag, rows in tags.items():
         lines += ['', f'## {tag.capitalize()}', '', '| | body, query | answer | |', '| --- | --- | --- | --- |', *rows]
     lines += ['', '## Objects']
+    inline = {}  # what needs no table
     for name, model in sorted(api['components']['schemas'].items()):
-        if model.get('properties') and not name.endswith('ValidationError'):
+        if not model.get('properties'):
+            inline[_type({'$ref': name})] = _type(model) if 'enum' in model else 'empty object'
+        elif not name.endswith('ValidationError'):
             rows = [
                 f'| `{key}` | {_type(field)}{"" if key in model.get("required", []) else ", optional"} | {field.get("description", "")} |'
                 for key, field in model['properties'].items()
             ]
             lines += ['', f'### {name}', '', '| | | |', '| --- | --- | --- |', *rows]
-    return '\n'.join([*lines, ''])
+    text = '\n'.join([*lines, ''])
+    for link, words in inline.items():
+        text = text.replace(link, words)
+    return text
 
 
 def _type(schema: dict[str, Any]) -> str:
