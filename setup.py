@@ -64,9 +64,16 @@ RAY_EXTRA = {'ray': ['ray>=2.60,<3']}
 # Feature networks of diffusion.evaluate: FID's Inception, and CLIP models that transformers does not have.
 EVAL_EXTRA = {'eval': ['torch-fidelity>=0.4,<0.5', 'open_clip_torch>=3.3,<4']}
 
-# The queue and the service of diffusion.fleet; a worker needs neither.
+# The queue and the service of diffusion.fleet; a worker needs neither. FastAPI checks requests by their models and describes the protocol.
 FLEET_EXTRA = {
-    'fleet': ['psycopg[binary]>=3.2,<4', 'psycopg-pool>=3.2,<4', 'starlette>=0.50,<2', 'uvicorn>=0.38,<1', 'prometheus-client>=0.22,<1'],
+    'fleet': [
+        'psycopg[binary]>=3.2,<4',
+        'psycopg-pool>=3.2,<4',
+        'fastapi>=0.132,<1',  # the first that takes a body as JSON only if its Content-Type says so
+        'starlette>=0.50,<2',
+        'uvicorn>=0.38,<1',
+        'prometheus-client>=0.22,<1',
+    ],
 }
 
 # The page of diffusion.serve. Gradio brings fastapi and uvicorn.

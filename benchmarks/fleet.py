@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace) -> None:
-    from diffusion.fleet.queue.local_postgres import LocalPostgres
+    from diffusion.demo.postgres import LocalPostgres
 
     server = LocalPostgres()
     try:
@@ -65,7 +65,7 @@ def claims_of(url: str, num_queued: int) -> Iterator[dict[str, Any]]:
     """Claim CLAIMS jobs of each queue, each in a transaction of its own as a machine does; prints the query's plan for the first."""
     from diffusion.fleet.queue import leases
     from diffusion.fleet.queue.database import Database, connected, create
-    from diffusion.fleet.queue.leases import PICK, Terms
+    from diffusion.fleet.queue.leases import PICK, LeaseSettings
 
     create(url)
     with connected(url) as connection:
@@ -103,7 +103,7 @@ def claims_of(url: str, num_queued: int) -> Iterator[dict[str, Any]]:
             for node, session in sessions.items():
                 began = time.perf_counter()
                 with database.transaction() as connection:
-                    assert leases.claim(connection, node, session, Terms()) is not None
+                    assert leases.claim(connection, node, session, LeaseSettings()) is not None
                 times.append((time.perf_counter() - began) * 1000)
         finally:
             database.close()
@@ -123,7 +123,7 @@ def idle_share(server: Any, num_workers: int, poll_sec: float, seconds: float) -
     import requests
 
     from diffusion.fleet.queue.database import connected, new_token
-    from diffusion.fleet.service.access import digest
+    from diffusion.fleet.service.gate import digest
 
     token = new_token('pool')
     with connected(server.url) as connection:
@@ -188,7 +188,7 @@ def cpu_sec(pid: int) -> float:
 
 
 def bearer(token: str) -> dict[str, str]:
-    return {'Authorization': f'Bearer {token}'}
+    return {'Authorization': f'Bearer {token}', 'Content-Type': 'application/json'}
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
 """What the builder of the site (mkdocs.yml) does not do itself: pages of files outside docs/, links to such files, and generated pages.
 
-python docs/pages.py        writes docs/recipe-reference.md and docs/commands.md; a test holds them equal to the code (`make docs` runs it)
+python docs/pages.py        writes recipe-reference.md, commands.md and fleet-protocol.md; a test holds them equal to the code (`make docs` runs it)
 """
 
 import contextlib
@@ -76,10 +76,65 @@ def _described(path: Path, module: str) -> list[str]:
     return ['', f'### {path if path.parent == Path() else module}', '', '```text', said.getvalue().rstrip(), '```']
 
 
+def fleet_protocol() -> str:
+    """Return docs/fleet-protocol.md: what the fleet's service says of itself in /openapi.json."""
+    from diffusion.fleet.queue.database import Database
+    from diffusion.fleet.service.app import create_app
+    from diffusion.fleet.service.bucket import Bucket
+    from diffusion.fleet.service.gate import FleetService
+
+    api = create_app(FleetService(Database(''), Bucket('s3://bucket'))).openapi()
+    lines = ["# Protocol of the fleet's service", '', api['info']['description'], '', 'A service tells the same to programs: `GET /openapi.json`.']
+    tags: dict[str, list[str]] = {}
+    for path, methods in api['paths'].items():
+        for method, said in methods.items():
+            bodies = [content['schema'] for content in said.get('requestBody', {}).get('content', {}).values()]
+            answers = [content['schema'] for content in said['responses']['200'].get('content', {}).values()]
+            query = [f'`{one["name"]}` {_type(one["schema"])}' for one in said.get('parameters', []) if one['in'] != 'path']
+            cells = [f'`{method.upper()} {path}`', ', '.join([*map(_type, bodies), *query]), ', '.join(map(_type, answers)), said['description']]
+            tags.setdefault(said['tags'][0], []).append(f'| {" | ".join(" ".join(cell.split()) for cell in cells)} |')
+    for tag, rows in tags.items():
+        lines += ['', f'## {tag.capitalize()}', '', '| | body, query | answer | |', '| --- | --- | --- | --- |', *rows]
+    lines += ['', '## Objects']
+    inline = {}  # what needs no table
+    for name, model in sorted(api['components']['schemas'].items()):
+        if not model.get('properties'):
+            inline[_type({'$ref': name})] = _type(model) if 'enum' in model else 'empty object'
+        elif not name.endswith('ValidationError'):
+            rows = [
+                f'| `{key}` | {_type(field)}{"" if key in model.get("required", []) else ", optional"} | {field.get("description", "")} |'
+                for key, field in model['properties'].items()
+            ]
+            lines += ['', f'### {name}', '', '| | | |', '| --- | --- | --- |', *rows]
+    text = '\n'.join([*lines, ''])
+    for link, words in inline.items():
+        text = text.replace(link, words)
+    return text
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """Return a JSON schema in a few words, with its limits."""
+    if '$ref' in schema:
+        name = schema['$ref'].rpartition('/')[2]
+        return f'[{name}](#{name.lower()})'
+    if 'anyOf' in schema:
+        return ' or '.join(map(_type, schema['anyOf']))
+    if 'enum' in schema:
+        return ', '.join(f'`{value}`' for value in schema['enum'])
+    kind = str(schema.get('type', 'anything'))
+    if kind == 'array':
+        return f'array of {_type(schema["items"])}'
+    of = schema.get('additionalProperties') or next(iter(schema.get('patternProperties', {}).values()), None)
+    if isinstance(of, dict):
+        kind = f'object of {_type(of)}'
+    limits = [f'{word} {schema[key]:,.18g}' for key, word in (('minimum', 'from'), ('maximum', 'to'), ('maxLength', 'at most')) if key in schema]
+    return ' '.join([kind, *limits, *([f'`{schema["pattern"]}`'] if 'pattern' in schema else [])])
+
+
 def generated() -> dict[str, str]:
     """The generated pages by name."""
     recipe_reference = runpy.run_path(str(Path(__file__).with_name('recipe_reference.py')))['recipe_reference']  # here: the site is built without it
-    return {'recipe-reference.md': recipe_reference(), 'commands.md': command_reference()}
+    return {'recipe-reference.md': recipe_reference(), 'commands.md': command_reference(), 'fleet-protocol.md': fleet_protocol()}
 
 
 if __name__ == '__main__':

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[1]
-GENERATED = ('docs/commands.md', 'docs/recipe-reference.md')  # from the code
+GENERATED = ('docs/commands.md', 'docs/fleet-protocol.md', 'docs/recipe-reference.md')  # from the code
 PAGES = sorted(
     str(path.relative_to(REPOSITORY))
     for pattern in ('README.md', 'CONTRIBUTING.md', 'docs/*.md', 'benchmarks/*.md', 'launch/**/*.md')

@@ -137,6 +137,6 @@ def test_a_page_reads_the_same_on_the_site_and_in_the_repository(name, site):
     assert {tag: on_site[tag] for tag in COMPARED} == {tag: there[tag] for tag in COMPARED}
 
 
-@pytest.mark.parametrize('name', ['recipe-reference.md', 'commands.md'])
+@pytest.mark.parametrize('name', ['recipe-reference.md', 'commands.md', 'fleet-protocol.md'])
 def test_the_generated_pages_are_those_of_the_code(name):
     assert (REPOSITORY / 'docs' / name).read_text() == PAGES['generated']()[name], 'python docs/pages.py writes them again'

@@ -71,7 +71,7 @@ class Arguments(BaseModel):
             for error in _one_per_value(invalid.errors()):
                 name = str(error['loc'][0]) if error['loc'] else ''
                 if not (unknown and name in positionals):  # it may be the value of an unknown option
-                    errors.append(f'{names.get(name, "")}{_mistake(error)}')
+                    errors.append(f'{names.get(name, "")}{describe_mistake(error)}')
         if errors:
             parser.error(f'\n{parser.prog}: error: '.join(errors))
         return request
@@ -150,7 +150,7 @@ def _one_per_value(errors: list[ErrorDetails]) -> list[ErrorDetails]:
     return list({error['loc'][:1] or (error['msg'],): error for error in reversed(errors)}.values())[::-1]
 
 
-def _mistake(error: ErrorDetails) -> str:
+def describe_mistake(error: ErrorDetails) -> str:
     limits = error.get('ctx', {})
     match error['type']:
         case 'missing':

@@ -34,9 +34,9 @@ from diffusion.common.processes import end_with_parent, signals_as_exceptions
 from diffusion.common.text import counted
 from diffusion.contracts.errors import FINISHED, INCOMPLETE, InputError, run_command
 from diffusion.demo.lora import named, write_photos
+from diffusion.demo.postgres import LocalPostgres
 from diffusion.demo.stages import PYTHON, REPOSITORY, stage
 from diffusion.fleet.client.http import SERVER_VARIABLE, FleetClient
-from diffusion.fleet.queue.local_postgres import LocalPostgres
 
 COLOURS = {
     'orange': (240, 140, 30), 'pink': (250, 150, 190), 'brown': (120, 70, 30), 'purple': (110, 40, 150), 'teal': (0, 120, 120),

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from diffusion.demo.postgres import LocalPostgres
 from diffusion.fleet.attempts.attempt import Programs
-from diffusion.fleet.queue.local_postgres import LocalPostgres
 from tests.conftest import REPOSITORY
 
 HERE = Path(__file__).parent

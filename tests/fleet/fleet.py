@@ -15,11 +15,11 @@ import psycopg
 import requests
 from psycopg.sql import SQL, Identifier
 
+from diffusion.demo.postgres import LocalPostgres
 from diffusion.fleet.jobs.spec import spec_of
 from diffusion.fleet.queue import database
 from diffusion.fleet.queue.database import Connection, connected, create
-from diffusion.fleet.queue.local_postgres import LocalPostgres
-from diffusion.fleet.service.access import digest
+from diffusion.fleet.service.gate import digest
 from tests.conftest import REPOSITORY
 
 RECIPE = 'yamls/dreambooth-sdxl-lora.yaml'
@@ -109,5 +109,7 @@ class Service:
 
     def ask(self, method: str, path: str, token: str, content: Any = None, **headers: str) -> requests.Response:
         body = None if content is None else content if isinstance(content, str) else json.dumps(content)
-        headers = {'Authorization': f'Bearer {token}', **{name.replace('_', '-'): value for name, value in headers.items()}}
+        headers = {'Authorization': f'Bearer {token}', 'Content-Type': 'application/json'} | {
+            name.replace('_', '-'): value for name, value in headers.items()
+        }
         return requests.request(method, self.address + path, data=body, headers=headers, timeout=30)

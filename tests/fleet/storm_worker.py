@@ -4,7 +4,6 @@ Started by fork, so that a killed one is replaced in milliseconds.
 """
 
 import hashlib
-import json
 import os
 import time
 
@@ -28,7 +27,7 @@ class Machine:
         headers = {'Authorization': f'Bearer {token}'} if token else self.headers
         while True:
             try:
-                answer = self.session.post(self.server + path, data=json.dumps(content), headers=headers, timeout=5)
+                answer = self.session.post(self.server + path, json=content, headers=headers, timeout=5)
             except requests.RequestException:
                 time.sleep(0.1)
                 continue

@@ -16,16 +16,22 @@ from pathlib import Path
 import pytest
 
 from diffusion.checkpoints.manifest import Content, file_of, manifest_of
-from diffusion.fleet.attempts import unpacking
-from diffusion.fleet.attempts.checkpoints import newest_step, refuse_strange_names, take
-from diffusion.fleet.attempts.child import Child, environment_of_child, listeners
-from diffusion.fleet.attempts.desk import HeldCheckpoint, InputFault, NodeFault, safe_name
-from diffusion.fleet.attempts.last_words import MESSAGE_CHARS, cut, message_of
-from diffusion.fleet.attempts.places import attempt_folder
-from diffusion.fleet.attempts.progress import StepFollower
-from diffusion.fleet.attempts.stopping import StopRequest
-from diffusion.fleet.attempts.transfers import DeskOutage, WrongContent, download
-from diffusion.fleet.attempts.unpacking import unpack
+from diffusion.fleet.attempts import transfers
+from diffusion.fleet.attempts.backend import HeldCheckpoint, JobInputError, MachineError, safe_name
+from diffusion.fleet.attempts.child import (
+    MESSAGE_CHARS,
+    Child,
+    StepFollower,
+    cut,
+    environment_of_child,
+    listeners,
+    message_of,
+    newest_step,
+    refuse_strange_names,
+    take,
+)
+from diffusion.fleet.attempts.transfers import BackendUnavailable, WrongContent, download, unpack
+from diffusion.fleet.attempts.workplace import StopRequest, attempt_folder
 from tests.conftest import REPOSITORY
 from tests.fleet.test_run import wait_until
 from tests.fleet.trainer import content_at, save
@@ -85,7 +91,7 @@ def test_a_file_stays_a_file(tmp_path):
     ],
 )  # fmt: skip
 def test_hostile_tars_are_refused(tmp_path, member):
-    with pytest.raises(InputFault, match=r'inputs\.subject'):
+    with pytest.raises(JobInputError, match=r'inputs\.subject'):
         unpacked(make_tar(tmp_path / 'a.tar', 'a.png', member), tmp_path)
     assert not (tmp_path / 'target').exists()
     assert not list(tmp_path.parent.rglob('evil'))
@@ -99,7 +105,7 @@ def test_hostile_zips_are_refused(tmp_path, name):
         info = zipfile.ZipInfo('x')
         info.filename = name
         zipped.writestr(info, 'x')
-    with pytest.raises(InputFault, match='would not land'):
+    with pytest.raises(JobInputError, match='would not land'):
         unpacked(tmp_path / 'a.zip', tmp_path)
 
 
@@ -108,18 +114,18 @@ def test_a_link_in_a_zip_is_refused(tmp_path):
     info.external_attr = (stat.S_IFLNK | 0o777) << 16
     with zipfile.ZipFile(tmp_path / 'a.zip', 'w') as zipped:
         zipped.writestr(info, '/etc/passwd')
-    with pytest.raises(InputFault, match='a link'):
+    with pytest.raises(JobInputError, match='a link'):
         unpacked(tmp_path / 'a.zip', tmp_path)
 
 
 def test_bombs_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(unpacking, 'MAX_BYTES', 10_000)
+    monkeypatch.setattr(transfers, 'MAX_BYTES', 10_000)
     with zipfile.ZipFile(tmp_path / 'a.zip', 'w', zipfile.ZIP_DEFLATED) as zipped:
         zipped.writestr('zeros', b'\0' * 10_001)
-    with pytest.raises(InputFault, match='10,000 bytes'):
+    with pytest.raises(JobInputError, match='10,000 bytes'):
         unpacked(tmp_path / 'a.zip', tmp_path)
-    monkeypatch.setattr(unpacking, 'MAX_FILES', 3)
-    with pytest.raises(InputFault, match='more than 3 files'):
+    monkeypatch.setattr(transfers, 'MAX_FILES', 3)
+    with pytest.raises(JobInputError, match='more than 3 files'):
         unpacked(make_tar(tmp_path / 'a.tar', *map(str, range(4))), tmp_path)
 
 
@@ -135,13 +141,13 @@ def test_a_damaged_archive_is_the_jobs_fault(tmp_path, kind):
             tar.add(tmp_path / 'noise', arcname='noise')
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(InputFault, match='cannot be unpacked'):
+    with pytest.raises(JobInputError, match='cannot be unpacked'):
         unpacked(path, tmp_path)
 
 
 @pytest.mark.parametrize('name', ['../x', '/x', 'a//b', '.x', 'a/../b', '', 'a/b/c/d/e/f', 'x' * 200, 'a\nb', 'a\\b'])
 def test_names_from_others_are_plain(name):
-    with pytest.raises(NodeFault):
+    with pytest.raises(MachineError):
         safe_name(name)
     assert safe_name('lora/weights.safetensors') == 'lora/weights.safetensors'
 
@@ -167,7 +173,7 @@ def test_a_checkpoint_of_other_names_is_no_checkpoint():
     content = Content('0' * 64, 1)
     refuse_strange_names(HeldCheckpoint(2, {file_of(2): content, manifest_of(2): content}))
     for names in ([file_of(2)], [file_of(4), manifest_of(4)], [file_of(2), manifest_of(2), '../x']):
-        with pytest.raises(NodeFault):
+        with pytest.raises(MachineError):
             refuse_strange_names(HeldCheckpoint(2, dict.fromkeys(names, content)))
 
 
@@ -306,7 +312,7 @@ def test_a_download_continues_and_is_compared(tmp_path, s3):
     )
     wanted = Content(hashlib.sha256(content).hexdigest(), len(content))
     s3.proxy.fails = lambda method, path: 'cut' if method == 'GET' and s3.proxy.num_failures == 0 else False
-    with pytest.raises(DeskOutage) as caught:
+    with pytest.raises(BackendUnavailable) as caught:
         download(url, tmp_path / 'big', wanted, lambda: False)
     assert 'http' not in str(caught.value)
     assert 0 < (tmp_path / 'big.part').stat().st_size < len(content)
@@ -314,12 +320,12 @@ def test_a_download_continues_and_is_compared(tmp_path, s3):
     assert (tmp_path / 'big').read_bytes() == content
     with pytest.raises(WrongContent):
         download(url, tmp_path / 'other', Content('0' * 64, len(content)), lambda: False)
-    with pytest.raises(DeskOutage, match='given up'):
+    with pytest.raises(BackendUnavailable, match='given up'):
         download(url, tmp_path / 'another', wanted, lambda: True)
 
 
 def test_no_torch():
     """A worker, and the middle part of it, start in a fraction of a second."""
-    modules = [f'diffusion.fleet.{name}' for name in ('attempts.run', 'attempts.attempt', 'worker.worker', 'commands.run', 'commands.worker')]
+    modules = [f'diffusion.fleet.{name}' for name in ('attempts.direct', 'attempts.attempt', 'worker.worker', 'commands.run', 'commands.worker')]
     code = f'import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nassert not {{"torch", "composer", "diffusers"}} & set(sys.modules)'
     subprocess.run([sys.executable, '-c', code], check=True, cwd=REPOSITORY)

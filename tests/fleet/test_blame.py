@@ -5,8 +5,7 @@ import random
 import pytest
 
 from diffusion.fleet.policies.blame import UNPROVEN, judge, proven_nodes, reopened
-from diffusion.fleet.policies.endings import ending_of
-from diffusion.fleet.policies.rows import Ending
+from diffusion.fleet.policies.rows import Ending, ending_of
 from tests.fleet.making import DAY, attempt, job
 
 NOW = 5000.0

@@ -8,7 +8,7 @@ from diffusion.fleet.policies.hand_out import choose
 from diffusion.fleet.policies.rows import NodeState
 from diffusion.fleet.queue import leases, reading
 from diffusion.fleet.queue.database import connected
-from diffusion.fleet.queue.leases import Terms
+from diffusion.fleet.queue.leases import LeaseSettings
 from tests.fleet.fleet import add_jobs, add_owner, add_pool, new_database
 
 NODES = {'small': (8, 'image-a', 'strangers'), 'large': (24, 'image-b', 'strangers'), 'own': (80, 'image-a', 'own')}
@@ -83,7 +83,7 @@ def test_the_claim_hands_out_what_the_policy_says(seed, url):
             leases.take_back(connection, 'j.node = %s', name)  # as a claim does first
             owners = {owner.name: owner for owner in reading.owners(connection)}
             expected = choose(node, reading.jobs(connection, 'true'), reading.bans(connection), owners, reading.now(connection))
-            got = leases.claim(connection, name, sessions[name], Terms())
+            got = leases.claim(connection, name, sessions[name], LeaseSettings())
             assert (None if got is None else str(got['id'])) == (None if expected is None else expected.id)
         connection.rollback()
 
@@ -96,6 +96,6 @@ def test_random_queues_are_handed_out_in_part(url):
         with connected(url) as connection:
             sessions = fill(connection, rng)
             for name in NODES:
-                claims[leases.claim(connection, name, sessions[name], Terms()) is not None] += 1
+                claims[leases.claim(connection, name, sessions[name], LeaseSettings()) is not None] += 1
             connection.rollback()
     assert min(claims) > 12

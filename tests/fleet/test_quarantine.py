@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from diffusion.fleet.policies.quarantine import Elsewhere, failures_since_success, why_quarantined
+from diffusion.fleet.policies.blame import Elsewhere, failures_since_success, why_quarantined
 from diffusion.fleet.policies.rows import Ending
 from tests.fleet.making import attempt
 

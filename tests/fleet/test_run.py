@@ -15,9 +15,8 @@ import pytest
 from diffusion.common import object_storage
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError, InputError
-from diffusion.fleet.attempts.direct import LatestRecord, take_job
-from diffusion.fleet.attempts.run import RunOptions, run_job
-from diffusion.fleet.attempts.stopping import StopRequest
+from diffusion.fleet.attempts.direct import LatestRecord, RunOptions, run_job, take_job
+from diffusion.fleet.attempts.workplace import StopRequest
 from diffusion.fleet.jobs.spec import JobError, load_spec
 from tests.conftest import REPOSITORY, read_json
 from tests.fleet.conftest import described, stand_ins
@@ -338,8 +337,8 @@ def test_nothing_outlives_a_killed_worker(job, recipes, tmp_path):
     code = (
         'import sys\n'
         'from pathlib import Path\n'
-        'from diffusion.fleet.attempts.run import RunOptions, run_job\n'
-        'from diffusion.fleet.attempts.stopping import StopRequest\n'
+        'from diffusion.fleet.attempts.direct import RunOptions, run_job\n'
+        'from diffusion.fleet.attempts.workplace import StopRequest\n'
         'from tests.fleet.conftest import stand_ins\n'
         'job, work, out, recipes = map(Path, sys.argv[1:])\n'
         'run_job(RunOptions(job, work, str(out), recipes=recipes), stand_ins(steps=10000, every=10000, grandchild=True, deaf=True), StopRequest())\n'

@@ -70,7 +70,7 @@ def test_an_address_that_is_none(url, tmp_path):
 def test_messages_name_commands_that_are_there():
     from diffusion.fleet.commands import owners, pools
 
-    text = (REPOSITORY / 'diffusion/fleet/service/access.py').read_text()
+    text = (REPOSITORY / 'diffusion/fleet/service/gate.py').read_text()
     for command, module in (('owners NAME', owners), ('pools NAME', pools)):
         assert f'{command} --new-token' in text
         assert '--new-token' in module.__doc__

@@ -157,7 +157,7 @@ def test_files_keep_to_their_place(name, service, url, tokens):
     with connected(url) as connection:
         add_jobs(connection, 'ann', 1)
     node = Node(service, tokens['pool'])
-    assert node.put(node.claim(), 5, name, b'five') == 400
+    assert node.put(node.claim(), 5, name, b'five') == 422
 
 
 def test_of_another_owners_jobs_there_is_no_sign(service, tokens):
@@ -266,7 +266,7 @@ def test_a_body_beyond_the_limit_and_no_json_are_refused(service, tokens):
     assert service.ask('POST', '/jobs', tokens['ann'], 'x' * ((1 << 20) + 1), Idempotency_Key='k').status_code == 413
     assert service.ask('POST', '/enroll', tokens['pool'], '[' * 100_000).status_code == 400
     for content in ({'machine': 'a/b'}, {'machine': 'x', 'gpu_gb': -1}, {'machine': 'x', 'gpu_gb': '24'}, {'machine': 'x', 'gpu_gb': float('nan')}):
-        assert service.ask('POST', '/enroll', tokens['pool'], {'gpu': 'x', 'gpu_gb': 1, **content}).status_code == 400
+        assert service.ask('POST', '/enroll', tokens['pool'], {'gpu': 'x', 'gpu_gb': 1, **content}).status_code == 422
     assert BUCKET == 'bucket'
 
 

@@ -7,10 +7,8 @@ from itertools import pairwise
 import pytest
 
 from diffusion.fleet.policies.rows import Ending
-from diffusion.fleet.simulation.results import outcome_of
-from diffusion.fleet.simulation.scenarios import scenarios, simulate_seeds
-from diffusion.fleet.simulation.settings import FleetSettings
-from diffusion.fleet.simulation.simulation import simulate
+from diffusion.fleet.simulation.runs import FleetSettings, outcome_of
+from diffusion.fleet.simulation.simulation import scenarios, simulate, simulate_seeds
 
 POST = FleetSettings(has_slow=False)  # its fleet did not move jobs
 PLAIN = FleetSettings(num_jobs=80, interruptions_per_hour=0.0, bad_nodes=0.0, tail_sigma=0.0, cold_start_min=0.0)

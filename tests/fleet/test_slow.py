@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion.fleet.policies.slow import reference_speed, why_slow
+from diffusion.fleet.policies.limits import reference_speed, why_slow
 from tests.fleet.making import attempt, job
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from diffusion.fleet.policies.hand_out import choose
-from diffusion.fleet.policies.waiting import why_waiting
+from diffusion.fleet.policies.hand_out import choose, why_waiting
 from tests.fleet.making import ban, job, node, owner
 
 NEEDY = {'gpu_gb': 80.0, 'image': 'sha256:a', 'trusted': True}

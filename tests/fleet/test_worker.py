@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from diffusion.contracts.errors import InputError
-from diffusion.fleet.attempts.stopping import StopRequest
-from diffusion.fleet.worker.client import ServiceClient
-from diffusion.fleet.worker.machine import MachineFacts, gpu_of_driver, kind_of
-from diffusion.fleet.worker.worker import FleetWorker, WorkerOptions
+from diffusion.fleet.attempts.workplace import StopRequest
+from diffusion.fleet.worker.presigned import ServiceClient
+from diffusion.fleet.worker.worker import FleetWorker, MachineFacts, WorkerOptions, gpu_of_driver, kind_of
 from tests.conftest import REPOSITORY
 from tests.fleet.conftest import stand_ins
 from tests.fleet.fake_service import NODE_TOKEN, SIGNATURE, TOKEN, FakeService
@@ -279,7 +278,7 @@ def test_expired_addresses_are_asked_for_again(service, start):
 
 
 def test_an_input_that_never_arrives_is_the_machines_fault(service, start, monkeypatch):
-    monkeypatch.setattr('diffusion.fleet.attempts.pausing.FIRST_PAUSE_SEC', 0.01)
+    monkeypatch.setattr('diffusion.fleet.attempts.workplace.FIRST_PAUSE_SEC', 0.01)
     service.photos['sha256'] = '0' * 64
     service.jobs.append(lease(service))
     worker = start()
@@ -375,8 +374,8 @@ def test_sigterm_saves_hands_over_and_leaves(service, tmp_path, recipes):
         'import sys\n'
         'from pathlib import Path\n'
         'from diffusion.fleet.attempts.attempt import Programs, write_log\n'
-        'from diffusion.fleet.attempts.stopping import StopRequest\n'
-        'from diffusion.fleet.worker.machine import MachineFacts\n'
+        'from diffusion.fleet.attempts.workplace import StopRequest\n'
+        'from diffusion.fleet.worker.worker import MachineFacts\n'
         'from diffusion.fleet.worker.worker import FleetWorker, WorkerOptions\n'
         'url, token, work, recipes, trainer = sys.argv[1:]\n'
         'stop = StopRequest()\n'

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from diffusion.contracts.errors import BAD_DATA, BAD_RECIPE, CRASH, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
-from diffusion.fleet.queue.local_postgres import LocalPostgres
+from diffusion.demo.postgres import LocalPostgres
 from tests.conftest import REPOSITORY
 from tests.fleet.fake_service import TOKEN, FakeService
 from tests.fleet.fleet import new_database

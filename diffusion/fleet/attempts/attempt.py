@@ -1,7 +1,7 @@
 """One attempt at a job: fetch, train, hand over each whole checkpoint, export, hand over the result.
 
-Everything that moves files runs in one thread. The main thread starts the child, looks at it twice a second, and calls the desk's `beat`: whatever
-transfers do, a lease is renewed, and a lost one kills the child.
+Everything that moves files runs in one thread. The main thread starts the child, looks at it twice a second, and calls the backend's `heartbeat`:
+whatever transfers do, a lease is renewed, and a lost one kills the child.
 
     FOLDER/inputs/NAME   archives unpacked, files; the base model is a link to the warm one
     FOLDER/run           the run folder; children run in FOLDER, so that no path of a machine gets into checkpoints or results
@@ -25,31 +25,37 @@ from typing import TypeVar
 from diffusion.checkpoints.manifest import Content
 from diffusion.common.text import one_line, print_message, redacted
 from diffusion.contracts.errors import BAD_DATA, BAD_RECIPE, CRASH, FINISHED, INCOMPLETE, PREEMPTED, STALLED, InputError
-from diffusion.fleet.attempts.checkpoints import OutgoingCheckpoint, content_of, newest_step, refuse_strange_names, take
-from diffusion.fleet.attempts.child import ROOT, Child, environment_of_child
-from diffusion.fleet.attempts.desk import (
+from diffusion.fleet.attempts.backend import (
     CHECKPOINT,
     INPUTS,
     MODEL,
     SAMPLE,
     Assignment,
     AttemptEnd,
-    Desk,
-    DeskOutage,
-    Fenced,
+    BackendUnavailable,
     HandedFile,
-    HandoverRefused,
-    InputFault,
-    NodeFault,
+    JobBackend,
+    JobInputError,
+    LeaseLost,
+    MachineError,
     Order,
+    UploadRejected,
     safe_name,
 )
-from diffusion.fleet.attempts.last_words import cut
-from diffusion.fleet.attempts.pausing import growing_pauses
-from diffusion.fleet.attempts.progress import StepFollower
-from diffusion.fleet.attempts.stopping import StopRequest
-from diffusion.fleet.attempts.unpacking import unpack
-from diffusion.fleet.attempts.warm import WarmFolder
+from diffusion.fleet.attempts.child import (
+    ROOT,
+    Child,
+    OutgoingCheckpoint,
+    StepFollower,
+    content_of,
+    cut,
+    environment_of_child,
+    newest_step,
+    refuse_strange_names,
+    take,
+)
+from diffusion.fleet.attempts.transfers import unpack
+from diffusion.fleet.attempts.workplace import StopRequest, WarmFolder, growing_pauses
 from diffusion.fleet.jobs.checking import BASE, RECIPES, override_of, recipe_overrides, recipe_path
 from diffusion.fleet.jobs.spec import NAME, RESULT_SUFFIXES, JobSpec
 from diffusion.recipe import load_recipe
@@ -62,7 +68,7 @@ SAVING_SEC = 600.0  # that a child which was asked to stop may take
 STANDSTILL_SEC = 4 * 3600.0  # without a step; train.py's own watchdog ends a run long before, unless it is dead itself
 FETCH_TRIES = 5  # of a file that does not arrive
 LEAST_FREE_BYTES = 16 << 20  # on a disk that is not full
-FINAL_SEC = 900.0  # for the last uploads of a desk that has no lease that would end
+FINAL_SEC = 900.0  # for the last uploads of a backend that has no lease that would end
 
 
 @dataclass(frozen=True)
@@ -105,19 +111,19 @@ class Workplace:
 class Attempt:
     """Args:
     assignment: what to do.
-    desk: where from and where to.
+    backend: where from and where to.
     place: where.
     stop: a request to save, hand over and end.
     log: gets a line for each event.
     """
 
     assignment: Assignment
-    desk: Desk
+    backend: JobBackend
     place: Workplace
     stop: StopRequest
     log: Callable[[str], None]
     order: Order = Order.CONTINUE
-    published: int = 0  # step of the newest checkpoint that the desk holds
+    published: int = 0  # step of the newest checkpoint that the backend holds
     _child: Child | None = None
     _given_up: bool = False
     _latest: int = 0  # newest step that there is
@@ -132,7 +138,7 @@ class Attempt:
         """Do all of it; the end is reported, too.
 
         Raises:
-            Fenced: nothing runs any more, and nothing was reported.
+            LeaseLost: nothing runs any more, and nothing was reported.
         """
         with ExitStack() as stack:
             stack.callback(self._abandon)
@@ -148,13 +154,13 @@ class Attempt:
             return self._sample() if self.assignment.kind == SAMPLE else self._train_and_export()
         except _Stopped:
             return self._ended(PREEMPTED, 'stopped on request')
-        except InputFault as error:
+        except JobInputError as error:
             return self._ended(BAD_DATA, str(error))
         except InputError as error:
             return self._ended(BAD_RECIPE, str(error))
-        except (NodeFault, DeskOutage) as error:
+        except (MachineError, BackendUnavailable) as error:
             return self._ended(None, one_line(error), ending='node_fault')
-        except HandoverRefused as error:
+        except UploadRejected as error:
             return self._ended(None, f'what was handed over was refused: {one_line(error)}', ending='node_fault')
         except OSError as error:
             full = 'the disk is full; ' if error.errno in (errno.ENOSPC, errno.EDQUOT) else ''
@@ -180,10 +186,10 @@ class Attempt:
     # --- what the main thread does all the time
 
     def _tick(self) -> None:
-        """Raises Fenced: everything of the attempt is dead."""
+        """Raises LeaseLost: everything of the attempt is dead."""
         try:
-            order = self.desk.beat(self.follower.step, self.follower.steps_per_sec)
-        except Fenced:
+            order = self.backend.heartbeat(self.follower.step, self.follower.steps_per_sec)
+        except LeaseLost:
             self._given_up = True
             if self._child is not None:
                 self._child.kill()
@@ -230,7 +236,7 @@ class Attempt:
         (folder / 'scratch').mkdir()
         (folder / RUN / 'checkpoints').mkdir(parents=True)
         for name, content in job.inputs.items():
-            target, lent = folder / 'inputs' / safe_name(name), self.desk.lent_folder(name)
+            target, lent = folder / 'inputs' / safe_name(name), self.backend.lent_folder(name)
             if lent is not None:
                 target.symlink_to(lent.resolve())
             elif name == BASE:
@@ -256,16 +262,16 @@ class Attempt:
         return lambda path: self._fetch(place, name, path)
 
     def _fetch(self, place: str, name: str, path: Path) -> None:
-        """Raises NodeFault: it does not arrive."""
+        """Raises MachineError: it does not arrive."""
         for tries, pause_sec in enumerate(growing_pauses(), start=1):
             try:
-                self.desk.fetch(place, name, path, lambda: self._given_up)
+                self.backend.fetch(place, name, path, lambda: self._given_up)
                 return
-            except DeskOutage as error:
+            except BackendUnavailable as error:
                 if self._given_up:
                     raise
                 if tries == FETCH_TRIES:
-                    raise NodeFault(f'{place}/{name} did not arrive in {FETCH_TRIES} attempts: {one_line(error)}') from error
+                    raise MachineError(f'{place}/{name} did not arrive in {FETCH_TRIES} attempts: {one_line(error)}') from error
                 self.log(f'{self.assignment.title}: {place}/{name}: {one_line(error)}; trying again')
             self._pause(pause_sec)
 
@@ -354,7 +360,7 @@ class Attempt:
         return code
 
     def _publish_newest(self) -> Future[None] | None:
-        """Begin to hand over the newest checkpoint if the desk does not hold it."""
+        """Begin to hand over the newest checkpoint if the backend does not hold it."""
         checkpoints = self.place.folder / RUN / 'checkpoints'
         step = newest_step(checkpoints)
         if step is None or step == self.published or step == self._latest:
@@ -372,16 +378,16 @@ class Attempt:
         try:
             for pause_sec in growing_pauses():
                 try:
-                    self.desk.publish(found.step, found.files, lambda: self._given_up)
+                    self.backend.publish(found.step, found.files, lambda: self._given_up)
                     self.published = found.step
                     self.log(f'{self.assignment.title}: published step {found.step:,}')
                     return
-                except Fenced:
-                    return  # `beat` says so to the thread that can act on it
-                except HandoverRefused as error:
+                except LeaseLost:
+                    return  # `heartbeat` says so to the thread that can act on it
+                except UploadRejected as error:
                     self.log(f'{self.assignment.title}: the checkpoint of step {found.step:,} was refused: {one_line(error)}')
                     return
-                except DeskOutage as error:
+                except BackendUnavailable as error:
                     if self._given_up or time.monotonic() > deadline or (newest_step(checkpoints) or 0) > found.step:
                         self.log(f'{self.assignment.title}: step {found.step:,} was not published: {one_line(error)}')
                         return
@@ -427,31 +433,31 @@ class Attempt:
         """Hand over all files of a folder.
 
         Raises:
-            NodeFault: one of them is of a kind that is no result.
-            HandoverRefused, DeskOutage: they were not taken.
+            MachineError: one of them is of a kind that is no result.
+            UploadRejected, BackendUnavailable: they were not taken.
         """
         paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob('*')) if path.is_file() or path.is_symlink()}
         for name, path in paths.items():
             if path.is_symlink() or path.suffix not in RESULT_SUFFIXES:
-                raise NodeFault(f'{safe_name(name)} is no result: only {", ".join(RESULT_SUFFIXES)} are')
+                raise MachineError(f'{safe_name(name)} is no result: only {", ".join(RESULT_SUFFIXES)} are')
         files = {safe_name(name): HandedFile(path, content_of(path)) for name, path in paths.items()}
-        self._meanwhile(lambda: self._trying(lambda: self.desk.put_results(files, lambda: self._given_up)))
+        self._meanwhile(lambda: self._trying(lambda: self.backend.put_results(files, lambda: self._given_up)))
         return {name: file.content for name, file in files.items()}
 
     def _report(self, outcome: AttemptEnd) -> None:
-        """Report the end; a desk that does not answer for long learns it otherwise."""
+        """Report the end; a backend that does not answer for long learns it otherwise."""
         try:
             try:
                 self._say_end(outcome)
-            except HandoverRefused as error:  # a result is missing there, or differs
+            except UploadRejected as error:  # a result is missing there, or differs
                 message = f'the end was refused: {one_line(error)}'
                 self.log(f'{self.assignment.title}: {message}')
                 self._say_end(AttemptEnd(None, outcome.step, 'node_fault', cut(message)))
-        except (DeskOutage, HandoverRefused) as error:
+        except (BackendUnavailable, UploadRejected) as error:
             self.log(f'{self.assignment.title}: the end was not reported: {one_line(error)}')
 
     def _say_end(self, outcome: AttemptEnd) -> None:
-        self._meanwhile(lambda: self._trying(lambda: self.desk.end(outcome, lambda: self._given_up)), stoppable=False)
+        self._meanwhile(lambda: self._trying(lambda: self.backend.end(outcome, lambda: self._given_up)), stoppable=False)
 
     def _trying(self, work: Callable[[], None]) -> None:
         """Do it again and again (in the transfer thread) until it succeeds, is refused, or FINAL_SEC have passed."""
@@ -460,7 +466,7 @@ class Attempt:
             try:
                 work()
                 return
-            except DeskOutage as error:
+            except BackendUnavailable as error:
                 if self._given_up or time.monotonic() > deadline:
                     raise
                 self.log(f'{self.assignment.title}: {one_line(error)}; trying again')

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import site
 import subprocess
@@ -11,11 +12,14 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from diffusion.checkpoints.manifest import CheckpointManifest, Content, batches_of, file_of, manifest_of, sha256_of
+from diffusion.common.files import parse_json
 from diffusion.common.text import carries_credentials, print_message, redacted
-from diffusion.fleet.attempts.last_words import MESSAGE_CHARS, cut, message_of, says_disk_full
+from diffusion.fleet.attempts.backend import HandedFile, HeldCheckpoint, MachineError
 
 ROOT = Path(__file__).parents[3]
 GUARD = 'import sys; from diffusion.fleet.attempts.guard import main; sys.exit(main())'
@@ -147,3 +151,193 @@ def listeners(group: int, number: int) -> list[int]:
                 if int(caught.split()[1], 16) >> (number - 1) & 1:
                     found.append(int(process.name))
     return found
+
+
+# What an owner wants to read of a child that failed: its last error, without what launchers and progress bars print around it.
+
+MESSAGE_CHARS = 4000
+CONTEXT_LINES = 10
+ERROR_LINES = 30
+DISK_FULL = ('No space left on device', 'Disk quota exceeded', 'Errno 28', 'Errno 122')
+NOISE = re.compile(
+    r'█|\d+%\||(it/s|s/it)[],]|resource_tracker|^\s*warnings\.warn\(|^\s*$|composer\.cli\.launcher|^Global rank \d+ \(PID|crashed with exit code'
+    r'|^-+(Begin|End) global rank|^Waiting up to \d+ seconds for all training processes|^(ERROR|INFO|WARNING):composer'
+)
+TRAILER = re.compile(r'^\(exit code \d+, docs/reliability\.md\)')
+TRACEBACK = 'Traceback (most recent call last):'
+
+
+def message_of(lines: Sequence[str], code: int) -> str:
+    """The message about a child that ended otherwise than with 0, at most MESSAGE_CHARS: the signal if one killed it, its last error, and the last
+    lines before that.
+
+    Args:
+        lines: the end of what it printed.
+        code: with which it ended.
+    """
+    said = [line for line in lines if not NOISE.search(line)]
+    begin, end = _last_error(said)
+    context = said[max(0, begin - CONTEXT_LINES) : begin]
+    return cut('\n'.join([*_signal(code), *said[begin:end], *(['before that:', *context] if context and begin < end else context)]))
+
+
+def cut(message: str) -> str:
+    """At most MESSAGE_CHARS, whole lines if there is more than one."""
+    if len(message) <= MESSAGE_CHARS:
+        return message
+    kept = message[:MESSAGE_CHARS]
+    return kept.rpartition('\n')[0] or kept
+
+
+def says_disk_full(lines: Sequence[str]) -> bool:
+    """Whether the last lines are about a disk without room."""
+    return any(words in line for line in lines[-CONTEXT_LINES - ERROR_LINES :] for words in DISK_FULL)
+
+
+def _signal(code: int) -> list[str]:
+    """A line for 128 + N after signal N, and for 256 - N, which Composer's launcher makes of it."""
+    number = code - 128 if 128 < code <= 192 else 256 - code if 192 < code < 256 else 0
+    if not number:
+        return []
+    return [f'killed by signal {number}{" (out of memory, or somebody)" if number == 9 else ""}']
+
+
+def _last_error(said: Sequence[str]) -> tuple[int, int]:
+    """First line of the last error, and the line after it."""
+    trailer = max((index for index, line in enumerate(said) if TRAILER.search(line)), default=-1)
+    traceback = max((index for index, line in enumerate(said) if line.endswith(TRACEBACK)), default=-1)
+    if traceback > trailer:
+        first = next((index for index in range(traceback + 1, len(said)) if not said[index].startswith((' ', '\t'))), len(said))
+        return first, min(len(said), first + CONTEXT_LINES)
+    end = trailer if trailer >= 0 else len(said)
+    return _begin_of_text(said, end), end
+
+
+def _begin_of_text(said: Sequence[str], end: int) -> int:
+    """Where a text of several lines begins: a heading, indented lines and what follows them, or lines about one subject."""
+    begin = max(0, end - 1)
+    while begin > max(0, end - ERROR_LINES) and (
+        said[begin].startswith((' ', '\t')) or said[begin - 1].startswith((' ', '\t')) or said[begin].split(': ')[0] == said[begin - 1].split(': ')[0]
+    ):
+        begin -= 1
+    return begin
+
+
+# How far a training child is: its log is followed, not asked for.
+
+WINDOW_SEC = 600.0  # over which steps per second are counted
+
+
+class StepFollower:
+    """Reads what RUN/log.jsonl gains.
+
+    Args:
+        path: of the log; it need not be there yet.
+        step: before the first line.
+    """
+
+    def __init__(self, path: Path, step: int):
+        self.path, self.step = path, step
+        self.moved_at = time.monotonic()
+        self._offset, self._rest = 0, b''
+        self._seen = deque[tuple[float, int]]()
+
+    def look(self) -> None:
+        """Read the lines that are new."""
+        try:
+            with self.path.open('rb') as file:
+                file.seek(self._offset)
+                content = file.read()
+        except OSError:  # not there yet
+            return
+        self._offset += len(content)
+        *lines, self._rest = (self._rest + content).split(b'\n')
+        steps = [step for line in lines if (step := _step_of(line)) is not None]
+        if steps and steps[-1] != self.step:  # of lines that came together only the last one is at the time of the look
+            self._note(steps[-1])
+
+    def _note(self, step: int) -> None:
+        if step < self.step:  # a rollback
+            self._seen.clear()
+        self.step, self.moved_at = step, time.monotonic()
+        self._seen.append((self.moved_at, step))
+        while len(self._seen) > 2 and self._seen[0][0] < self.moved_at - WINDOW_SEC:
+            self._seen.popleft()
+
+    @property
+    def steps_per_sec(self) -> float | None:
+        """Over the last minutes, without the start; None: two observations are not there yet."""
+        if len(self._seen) < 2:
+            return None
+        (first_at, first), (last_at, last) = self._seen[0], self._seen[-1]
+        return (last - first) / (last_at - first_at) if last_at > first_at else None
+
+
+def _step_of(line: bytes) -> int | None:
+    """None: a line that a kill cut short, or of something else."""
+    try:
+        step = parse_json(line)['batch']
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+# Checkpoints of a training child: new whole ones are found, and kept until they are handed over.
+
+LEFT_OUT = 'left-out.json'  # which batches a rollback left out (faults/rollback.py): a run that resumes without it would train on them
+
+
+@dataclass(frozen=True)
+class OutgoingCheckpoint:
+    """A whole checkpoint whose files training does not delete any more."""
+
+    step: int
+    folder: Path
+    files: dict[str, HandedFile]
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def newest_step(folder: Path) -> int | None:
+    """The newest batch with a manifest, which is written last; None: there is none."""
+    try:
+        found = batches_of(os.listdir(folder))
+    except OSError:  # no folder yet
+        return None
+    return found[-1] if found else None
+
+
+def take(folder: Path, step: int, outgoing: Path) -> OutgoingCheckpoint | None:
+    """Link a checkpoint's files to a folder of their own, because training keeps the newest few alone; None if it is gone or damaged.
+
+    Args:
+        folder: of the run's checkpoints.
+        outgoing: on the same disk.
+    """
+    kept = outgoing / f's{step}'
+    kept.mkdir(parents=True, exist_ok=True)
+    try:
+        names = [file_of(step), manifest_of(step), *([LEFT_OUT] if (folder / LEFT_OUT).exists() else [])]
+        for name in names:
+            (kept / name).unlink(missing_ok=True)
+            os.link(folder / name, kept / name)
+        manifest = CheckpointManifest.parse((kept / manifest_of(step)).read_bytes(), step)
+        files = {name: HandedFile(kept / name, manifest.content if name == manifest.file else content_of(kept / name)) for name in names}
+    except (OSError, ValueError):
+        shutil.rmtree(kept, ignore_errors=True)
+        return None
+    return OutgoingCheckpoint(step, kept, files)
+
+
+def content_of(path: Path) -> Content:
+    return Content(sha256_of(path), path.stat().st_size)
+
+
+def refuse_strange_names(held: HeldCheckpoint) -> None:
+    """Raises MachineError: the files are not those of a checkpoint of that step."""
+    wanted = {file_of(held.step), manifest_of(held.step)}
+    if not wanted <= set(held.files) <= {*wanted, LEFT_OUT}:
+        raise MachineError(
+            f'the checkpoint of step {held.step:,} holds {", ".join(sorted(held.files))[:200]}; {" and ".join(sorted(wanted))} are wanted'
+        )

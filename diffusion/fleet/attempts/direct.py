@@ -1,4 +1,4 @@
-"""The desk of `fleet run`: storage with credentials of its own, and no queue.
+"""The backend of `fleet run`: storage with credentials of its own, and no queue.
 
     JOB/latest.json            epoch of the newest attempt, and where the checkpoint is from which the next one resumes
     JOB/eEPOCH/sSTEP/...       a checkpoint and its manifest.json
@@ -9,36 +9,39 @@ Each attempt takes the next epoch by replacing latest.json, which of several at 
 more. No clock is used.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from diffusion.checkpoints.manifest import Content
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import Folder, LocalFolder, RemoteFolder, StorageError, StorageRefusal, open_folder, scratch_for, write
-from diffusion.contracts.errors import InputError
-from diffusion.fleet.attempts.desk import (
+from diffusion.contracts.errors import FINISHED, PREEMPTED, STALLED, SUPERSEDED, DataError, InputError
+from diffusion.fleet.attempts.attempt import Attempt, Programs, Workplace, write_log
+from diffusion.fleet.attempts.backend import (
     CHECKPOINT,
     INPUTS,
+    Assignment,
     AttemptEnd,
-    DeskOutage,
-    Fenced,
+    BackendUnavailable,
     HandedFile,
-    HandoverRefused,
     HeldCheckpoint,
-    InputFault,
+    JobInputError,
+    LeaseLost,
     Order,
+    UploadRejected,
 )
 from diffusion.fleet.attempts.transfers import WrongContent, download, take_over
-from diffusion.fleet.jobs.spec import JobSpec
+from diffusion.fleet.attempts.workplace import StopRequest, attempt_folder, open_work
+from diffusion.fleet.jobs.checking import RECIPES, check_job
+from diffusion.fleet.jobs.spec import NAME, JobSpec, load_spec
 
 LATEST, RESULT, MANIFEST = 'latest.json', 'result.json', 'manifest.json'
 KEPT_CHECKPOINTS = 2
@@ -67,7 +70,7 @@ class LatestRecord:
         return json.dumps(asdict(self), indent=1).encode() + b'\n'
 
     @classmethod
-    def parse(cls, content: bytes, where: str) -> LatestRecord:
+    def parse(cls, content: bytes, where: str) -> Self:
         try:
             fields = parse_json_object(content)
             found = cls(**{name: fields[name] for name in cls.__dataclass_fields__})
@@ -115,7 +118,7 @@ def take_job(folder: Folder, spec: JobSpec, epoch: int | None) -> LatestRecord:
         epoch: that an engine counts; None takes the next one.
 
     Raises:
-        Fenced: there is a later attempt, or the one of this number.
+        LeaseLost: there is a later attempt, or the one of this number.
         InputError: the job of this name is another one.
         StorageError: the storage does not answer.
     """
@@ -124,7 +127,7 @@ def take_job(folder: Folder, spec: JobSpec, epoch: int | None) -> LatestRecord:
         before = LatestRecord.parse(content, folder.url) if content is not None else LatestRecord(digest_of(spec), 0, '')
         _refuse_another(folder, before.job_sha256, digest_of(spec))
         if epoch is not None and epoch <= before.epoch:
-            raise Fenced(f'{folder.url}: attempt {epoch} is late, attempt {before.epoch} has begun')
+            raise LeaseLost(f'{folder.url}: attempt {epoch} is late, attempt {before.epoch} has begun')
         taken = replace(before, epoch=epoch or before.epoch + 1, token=secrets.token_hex(8))
         if folder.swap(LATEST, content, taken.to_json()):
             _remove_what_is_left(folder, taken)
@@ -135,20 +138,20 @@ def held_checkpoint(folder: Folder, latest: LatestRecord) -> HeldCheckpoint | No
     """The checkpoint that latest.json names.
 
     Raises:
-        InputFault: it is damaged.
+        JobInputError: it is damaged.
         StorageError: the storage does not answer.
     """
     if latest.step is None:
         return None
     content = _read(folder, f'{latest.folder}/{MANIFEST}')
     if content is None or hashlib.sha256(content).hexdigest() != latest.manifest:
-        raise InputFault(f'{folder.url}/{latest.folder}/{MANIFEST}: is missing or damaged; restore it, or delete {LATEST} to start from scratch')
+        raise JobInputError(f'{folder.url}/{latest.folder}/{MANIFEST}: is missing or damaged; restore it, or delete {LATEST} to start from scratch')
     files = parse_json_object(content)['files']
     return HeldCheckpoint(latest.step, {name: Content(str(file['sha256']), int(file['bytes'])) for name, file in files.items()})
 
 
 @dataclass
-class DirectDesk:
+class DirectBackend:
     """Args:
     folder: of the job.
     latest: of this attempt.
@@ -166,9 +169,9 @@ class DirectDesk:
     def __post_init__(self) -> None:
         self._folders += [self.latest.folder] if self.latest.folder else []
 
-    def beat(self, step: int, steps_per_sec: float | None) -> Order:
+    def heartbeat(self, step: int, steps_per_sec: float | None) -> Order:
         if self.fenced:
-            raise Fenced(f'{self.folder.url}: another attempt has begun')
+            raise LeaseLost(f'{self.folder.url}: another attempt has begun')
         return Order.CONTINUE
 
     def lent_folder(self, name: str) -> Path | None:
@@ -193,13 +196,13 @@ class DirectDesk:
                 shutil.copyfile(source.fetch(inside, scratch), partial)
             take_over(partial, path, content)
         except WrongContent as error:
-            raise InputFault(f'{place}.{name}: {error}') from error
+            raise JobInputError(f'{place}.{name}: {error}') from error
         except FileNotFoundError as error:
-            raise InputFault(f'{place}.{name}: there is no such file') from error
+            raise JobInputError(f'{place}.{name}: there is no such file') from error
         except StorageRefusal as error:
-            raise InputFault(f'{place}.{name}: {error}') from error
+            raise JobInputError(f'{place}.{name}: {error}') from error
         except StorageError as error:
-            raise DeskOutage(str(error)) from error
+            raise BackendUnavailable(str(error)) from error
 
     def publish(self, step: int, files: Mapping[str, HandedFile], given_up: Callable[[], bool]) -> None:
         where = f'e{self.latest.epoch}/s{step}'
@@ -237,28 +240,28 @@ class DirectDesk:
                 self.folder.put(Path(shutil.copyfile(file.path, scratch / 'file')), f'{where}/{name}')
 
     def _replace(self, now: LatestRecord) -> None:
-        """Raises Fenced: latest.json is another attempt's."""
+        """Raises LeaseLost: latest.json is another attempt's."""
         if not self.folder.swap(LATEST, self.latest.to_json(), now.to_json()):
             self._fence()
         self.latest = now
 
     def _confirm(self) -> None:
-        """Raises Fenced: latest.json is another attempt's, or gone."""
+        """Raises LeaseLost: latest.json is another attempt's, or gone."""
         if _read(self.folder, LATEST) != self.latest.to_json():
             self._fence()
 
     def _fence(self) -> None:
         self.fenced = True
-        raise Fenced(f'{self.folder.url}: another attempt has begun')
+        raise LeaseLost(f'{self.folder.url}: another attempt has begun')
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except StorageRefusal as error:
-            raise HandoverRefused(str(error)) from error
+            raise UploadRejected(str(error)) from error
         except StorageError as error:
-            raise DeskOutage(str(error)) from error
+            raise BackendUnavailable(str(error)) from error
 
 
 def _manifest(facts: dict[str, Any], files: Mapping[str, Content]) -> bytes:
@@ -299,3 +302,75 @@ def _remove(folder: Folder, name: str) -> None:
             folder.delete(file)
         if isinstance(folder, LocalFolder):
             shutil.rmtree(Path(folder.url) / name, ignore_errors=True)
+
+
+# `fleet run`: a whole attempt with storage of its own, for engines that have a queue already (Kubernetes, Slurm, SkyPilot).
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Of `fleet run`.
+
+    Attributes:
+        job: file of the job.
+        outputs: where jobs have their folders; None takes that of the job.
+        epoch: number of the attempt, as an engine counts it; None takes the next one.
+        keep_gb: base models beyond it are deleted, the least recently used first.
+    """
+
+    job: Path
+    work: Path
+    outputs: str | None = None
+    epoch: int | None = None
+    recipes: Path = RECIPES
+    keep_gb: float = 50.0
+
+
+def run_job(options: RunOptions, programs: Programs, stop: StopRequest) -> int:
+    """Do the job, or what an earlier attempt has left of it; return an exit code of train.py.
+
+    Raises:
+        InputError, DataError, StorageError, OSError: before training; diffusion/contracts/errors.py has their exit codes.
+    """
+    spec = load_spec(options.job)
+    checked = check_job(spec, str(options.job), options.recipes)
+    name, folder = spec.name or options.job.stem, options.outputs or spec.outputs.prefix
+    if not NAME.fullmatch(name):
+        raise InputError(f'{options.job}: its name {name[:80]!r} may have letters, digits and . _ - alone; set `name` in it')
+    if folder is None:
+        raise InputError(f'{options.job}: says not where results go; set outputs.prefix in it, or --outputs')
+    out = open_folder(f'{folder.rstrip("/") or "/"}/{name}')
+    if is_done(out, spec):
+        write_log(f'{name}: is done already: {out.url}/result.json')
+        return FINISHED
+    work = options.work.absolute()  # children run in folders of their own
+    warm = open_work(work, options.keep_gb)
+    try:
+        latest = take_job(out, spec, options.epoch)
+        held = held_checkpoint(out, latest)
+        assignment = Assignment(
+            job=name,
+            name=name,
+            epoch=latest.epoch,
+            recipe=spec.recipe,
+            overrides=spec.overrides,
+            inputs={key: Content(given.sha256, given.bytes) for key, given in spec.inputs.items()},
+            checkpoint=held,
+            validation=spec.validation,
+            draws=True,
+        )
+        steps = f' of {checked.num_steps:,} steps' if checked.num_steps else ''
+        write_log(f'{name}: attempt {latest.epoch}{steps}, results to {out.url}')
+        with attempt_folder(work, f'{name}-e{latest.epoch}-{os.getpid()}') as place:
+            outcome = Attempt(
+                assignment, DirectBackend(out, latest, spec, held), Workplace(place, warm, programs, options.recipes), stop, write_log
+            ).run()
+    except LeaseLost as error:
+        write_log(f'{name}: {error}: this one writes nothing more')
+        return SUPERSEDED
+    except JobInputError as error:
+        raise DataError(str(error)) from error
+    code = outcome.exit_code if outcome.exit_code is not None else STALLED
+    ended = 'done' if code == FINISHED else 'stopped, run it again to resume' if code == PREEMPTED else outcome.message.strip() or 'failed'
+    write_log(f'{name}: ended with exit code {code} at step {outcome.step:,}: {ended}')
+    return code

@@ -23,8 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
 
     def work() -> None:
-        from diffusion.fleet.client.downloads import fetch_results
-        from diffusion.fleet.client.following import job_ids
+        from diffusion.fleet.client.following import fetch_results, job_ids
         from diffusion.fleet.client.http import connect
 
         client = connect(args)

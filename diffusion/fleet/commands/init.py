@@ -21,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
 
     def work() -> None:
         from diffusion.fleet.queue.database import connected, create, database_url, new_token
-        from diffusion.fleet.service.access import digest
+        from diffusion.fleet.service.gate import digest
 
         url = database_url(args.database_file)
         create(url)

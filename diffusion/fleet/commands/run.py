@@ -37,8 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
 
     from diffusion.fleet.attempts.attempt import Programs
-    from diffusion.fleet.attempts.run import RunOptions, run_job
-    from diffusion.fleet.attempts.stopping import StopRequest
+    from diffusion.fleet.attempts.direct import RunOptions, run_job
+    from diffusion.fleet.attempts.workplace import StopRequest
     from diffusion.fleet.jobs.checking import RECIPES
 
     options = RunOptions(args.job, args.work, args.outputs, args.epoch, args.recipes or RECIPES, args.keep_gb)

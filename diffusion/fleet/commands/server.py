@@ -45,9 +45,10 @@ def main(arguments: Sequence[str]) -> int:
 
         from diffusion.fleet.jobs.checking import RECIPES
         from diffusion.fleet.queue.database import Database, check_bucket, check_version, connected, database_url
-        from diffusion.fleet.queue.leases import Terms
-        from diffusion.fleet.service.app import ServiceSettings, create_app
+        from diffusion.fleet.queue.leases import LeaseSettings
+        from diffusion.fleet.service.app import create_app
         from diffusion.fleet.service.bucket import Bucket, StorageAway
+        from diffusion.fleet.service.gate import FleetService
 
         recipes = RECIPES if args.recipes is None else args.recipes
         num_recipes = len(list(recipes.glob('*.yaml')))
@@ -61,8 +62,8 @@ def main(arguments: Sequence[str]) -> int:
             bucket.check()
         except StorageAway as error:  # may be back before the first request needs it
             print_message(f'--bucket {bucket.url}: does not answer ({error}); the fleet starts all the same')
-        terms = Terms(args.lease_sec, args.renew_sec, args.poll_sec, args.grace_sec)
-        app = create_app(ServiceSettings(Database(url), bucket, recipes, terms, notices_to=tuple(args.allow_notices_to)))
+        settings = LeaseSettings(args.lease_sec, args.renew_sec, args.poll_sec, args.grace_sec)
+        app = create_app(FleetService(Database(url), bucket, recipes, settings, notices_to=tuple(args.allow_notices_to)))
         # Its own log would hold a line a request; errors are printed.
         config = uvicorn.Config(
             app, args.host, args.port, log_level='warning', access_log=False, server_header=False, timeout_graceful_shutdown=10, lifespan='on'

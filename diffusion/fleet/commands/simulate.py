@@ -20,8 +20,7 @@ from diffusion.common.text import markdown_table, print_page
 from diffusion.contracts.errors import FINISHED
 
 if TYPE_CHECKING:
-    from diffusion.fleet.simulation.results import FleetOutcome
-    from diffusion.fleet.simulation.settings import FleetSettings
+    from diffusion.fleet.simulation.runs import FleetOutcome, FleetSettings
 
 POLICIES = ('bans', 'quarantine', 'slow', 'blame')
 POST = ('published (SaladCloud)', '1000', '', '90.1 / 9.0 / 0.9', '62.0', '53.8', '738', '', '335', '0.335', '')
@@ -44,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(arguments)
     # After the arguments: --help does not wait for the recipe's schema.
-    from diffusion.fleet.simulation.scenarios import scenarios, simulate_seeds
-    from diffusion.fleet.simulation.settings import FleetSettings
+    from diffusion.fleet.simulation.runs import FleetSettings
+    from diffusion.fleet.simulation.simulation import scenarios, simulate_seeds
 
     size = FleetSettings(num_jobs=args.jobs, num_nodes=args.nodes)
     base = replace(size, bad_nodes=min(size.bad_nodes, args.nodes))

@@ -38,10 +38,9 @@ def main(arguments: Sequence[str]) -> int:
 
     from diffusion.cost.hardware import refuse_gpu_apart
     from diffusion.fleet.attempts.attempt import Programs, write_log
-    from diffusion.fleet.attempts.stopping import StopRequest
+    from diffusion.fleet.attempts.workplace import StopRequest
     from diffusion.fleet.jobs.checking import RECIPES
-    from diffusion.fleet.worker.machine import MachineFacts, gpu_of_driver, host_name
-    from diffusion.fleet.worker.worker import FleetWorker, WorkerOptions
+    from diffusion.fleet.worker.worker import FleetWorker, MachineFacts, WorkerOptions, gpu_of_driver, host_name
 
     def work() -> int:
         try:

@@ -6,10 +6,8 @@ The policies decide; this file fetches the rows that they judge and writes what 
 import json
 
 from diffusion.fleet.jobs.spec import NAME_CHARS
-from diffusion.fleet.policies.blame import JobDecision, judge, proven_nodes, reopened
-from diffusion.fleet.policies.endings import COUNTED
-from diffusion.fleet.policies.quarantine import failures_since_success, why_quarantined
-from diffusion.fleet.policies.rows import AttemptRow, Ban, Ending, JobState, NodeState
+from diffusion.fleet.policies.blame import JobDecision, failures_since_success, judge, proven_nodes, reopened, why_quarantined
+from diffusion.fleet.policies.rows import COUNTED, AttemptRow, Ban, Ending, JobState, NodeState
 from diffusion.fleet.queue import reading
 from diffusion.fleet.queue.database import Connection
 
@@ -132,7 +130,7 @@ def _quarantine(connection: Connection, name: str) -> None:
 
 
 def _notify(connection: Connection, job: str) -> None:
-    """Leave a message for the owner's webhook; the service delivers it (service/notices.py)."""
+    """Leave a message for the owner's webhook; the service delivers it (service/background.py)."""
     row = connection.execute(
         """select j.id::text, j.name, j.state, j.cause, j.spec->'notify'->>'webhook' as url,
         (select sum(dollars) from attempt where job = j.id) as dollars

@@ -5,19 +5,19 @@ nothing and gets `LeaseEnded`. The epoch grows with every claim and is part of e
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from psycopg.types.json import Jsonb
 
 from diffusion.common.processes import failpoint
+from diffusion.fleet.policies.limits import must_stop, reference_speed, why_slow
 from diffusion.fleet.policies.rows import AttemptRow, Ending, NodeState
-from diffusion.fleet.policies.slow import reference_speed, why_slow
-from diffusion.fleet.policies.spending import must_stop
 from diffusion.fleet.queue import reading
 from diffusion.fleet.queue.database import Connection
 from diffusion.fleet.queue.endings import close
 
 CLAIMS = 0x666C6565  # advisory lock: one claim at a time, so that limits of owners hold exactly; a claim takes milliseconds
+RenewAction = Literal['continue', 'stop', 'release']
 MAX_PEERS, MAX_OF_PEER = 200, 10  # machines that are compared, and attempts of each
 
 # policies/hand_out.py is the reference of this query; tests/fleet/test_claim.py holds the two equal.
@@ -60,7 +60,7 @@ class LeaseEnded(Exception):
 
 
 @dataclass(frozen=True)
-class Terms:
+class LeaseSettings:
     """What every machine is told.
 
     Attributes:
@@ -77,7 +77,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Held:
+class Lease:
     """A lease, as its node names it."""
 
     job: str
@@ -89,7 +89,7 @@ class Held:
         return {'job': self.job, 'epoch': self.epoch, 'node': self.node}
 
 
-def claim(connection: Connection, node: str, session: int, terms: Terms) -> dict[str, Any] | None:
+def claim(connection: Connection, node: str, session: int, terms: LeaseSettings) -> dict[str, Any] | None:
     """Give the best job that this node may take to it, and return the job's row; None if there is none.
 
     Leases that have lapsed are taken back first, and so is one that the node itself still holds: who asks has forgotten it.
@@ -137,13 +137,13 @@ def _may_be_something(connection: Connection, node: str) -> bool:
 def take_back(connection: Connection, condition: str, *values: Any) -> int:
     """End the leases of a condition as lost; returns how many. Their jobs go back to the queue, to its front, or are given up."""
     rows = connection.execute(f"select id::text, epoch, node from job j where j.state = 'leased' and ({condition}) for update skip locked", values)
-    lost = [Held(row['id'], row['epoch'], row['node']) for row in rows.fetchall()]
+    lost = [Lease(row['id'], row['epoch'], row['node']) for row in rows.fetchall()]
     for held in lost:
         close(connection, held.job, held.epoch, Ending.LOST, message='its lease lapsed: the machine or its network is gone')
     return len(lost)
 
 
-def renew(connection: Connection, held: Held, step: int, steps_per_sec: float | None, terms: Terms) -> tuple[str, str]:
+def renew(connection: Connection, held: Lease, step: int, steps_per_sec: float | None, terms: LeaseSettings) -> tuple[RenewAction, str]:
     """Prolong a lease; returns what the machine has to do now and why.
 
     `continue`; `stop`: save and give the job back, whose limits or whose owner's budget are spent; `release`: the same, and leave.
@@ -184,7 +184,7 @@ def _peers(connection: Connection, attempt: AttemptRow) -> list[AttemptRow]:
     )  # fmt: skip
 
 
-def hold(connection: Connection, held: Held, suffix: str = '') -> dict[str, Any]:
+def hold(connection: Connection, held: Lease, suffix: str = '') -> dict[str, Any]:
     """The job's row of a lease that still holds.
 
     Args:
@@ -199,7 +199,7 @@ def hold(connection: Connection, held: Held, suffix: str = '') -> dict[str, Any]
     return row
 
 
-def publish(connection: Connection, held: Held, step: int, files: dict[str, Any]) -> None:
+def publish(connection: Connection, held: Lease, step: int, files: dict[str, Any]) -> None:
     """Make a checkpoint, whose objects are there, the job's. One that is no newer than the job's changes nothing. Renewals alone prolong the lease.
 
     Raises:
@@ -216,7 +216,7 @@ def publish(connection: Connection, held: Held, step: int, files: dict[str, Any]
     failpoint('fleet.publish.written')
 
 
-def end(connection: Connection, held: Held, ending: Ending, step: int, exit_code: int | None, message: str, results: dict[str, Any] | None) -> None:
+def end(connection: Connection, held: Lease, ending: Ending, step: int, exit_code: int | None, message: str, results: dict[str, Any] | None) -> None:
     """End an attempt as its machine says.
 
     Args:
@@ -234,7 +234,7 @@ def end(connection: Connection, held: Held, ending: Ending, step: int, exit_code
     failpoint('fleet.end.written')
 
 
-def _sign_of_life(connection: Connection, held: Held, step: int, steps_per_sec: float | None = None) -> None:
+def _sign_of_life(connection: Connection, held: Lease, step: int, steps_per_sec: float | None = None) -> None:
     """Note what the machine says of itself. Neither time nor steps go back: the database's clock may be set, and a machine may say anything."""
     connection.execute(
         """update attempt a set last_sign = greatest(last_sign, now()), last_step = greatest(last_step, said.step),

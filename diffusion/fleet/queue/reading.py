@@ -3,9 +3,8 @@
 from typing import Any
 
 from diffusion.fleet.jobs.spec import JobLimits, MachineNeeds
-from diffusion.fleet.policies.hand_out import order_of_owner
+from diffusion.fleet.policies.hand_out import order_of_owner, why_waiting
 from diffusion.fleet.policies.rows import AttemptRow, Ban, Ending, JobRow, JobState, NodeRow, NodeState, OwnerRow
-from diffusion.fleet.policies.waiting import why_waiting
 from diffusion.fleet.queue.database import Connection
 
 JOB = """
@@ -79,7 +78,7 @@ def owners(connection: Connection, condition: str = 'true', *values: Any) -> lis
 
 
 def why_job_waits(connection: Connection, id: str) -> str:
-    """Why a job waits (policies/waiting.py); '' if it does not."""
+    """Why a job waits (policies/hand_out.py); '' if it does not."""
     job = jobs(connection, 'j.id = %s', id)[0]
     if job.state is not JobState.QUEUED:
         return ''

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from diffusion.common.text import redacted
 from diffusion.contracts.errors import InputError
+from diffusion.fleet.jobs.protocol import SignedPut
 
 URL_SEC = 900
 CODES_OF_NOTHING = ('404', 'NoSuchKey', 'NotFound')
@@ -20,12 +21,6 @@ CODES_OF_NOTHING = ('404', 'NoSuchKey', 'NotFound')
 
 class StorageAway(Exception):
     """The storage does not answer, or refuses the service itself."""
-
-
-@dataclass(frozen=True)
-class SignedPut:
-    url: str
-    headers: dict[str, str]  # exactly these have to be sent
 
 
 @dataclass(frozen=True)
@@ -96,13 +91,17 @@ class Bucket:
     def get_url(self, name: str) -> str:
         return self.s3.generate_presigned_url('get_object', Params={'Bucket': self.bucket, 'Key': self.key(name)}, ExpiresIn=URL_SEC)
 
+    def get_urls(self, folder: str, files: dict[str, Any]) -> dict[str, Any]:
+        """Return the files of a folder, {name: {sha256, bytes}}, with a `url` each."""
+        return {name: {'url': self.get_url(f'{folder}/{name}'), **content} for name, content in files.items()}
+
     def put_url(self, name: str, sha256: str, num_bytes: int) -> SignedPut:
         digest = base64.b64encode(bytes.fromhex(sha256)).decode()
         content = {'IfNoneMatch': '*', 'ContentLength': num_bytes, 'ChecksumSHA256': digest}
         url = self.s3.generate_presigned_url(
             'put_object', Params={'Bucket': self.bucket, 'Key': self.key(name), **content}, ExpiresIn=URL_SEC, HttpMethod='PUT'
         )
-        return SignedPut(url, {'If-None-Match': '*', 'Content-Length': str(num_bytes), 'x-amz-checksum-sha256': digest})
+        return SignedPut(url=url, headers={'If-None-Match': '*', 'Content-Length': str(num_bytes), 'x-amz-checksum-sha256': digest})
 
     def look(self, name: str) -> StoredObject | None:
         """Size and digest of an object; None if it is not there.

@@ -1,58 +1,29 @@
 """`GET /metrics`: figures for Prometheus, read from the database when they are asked for; only requests are counted by each process for itself."""
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from starlette.requests import Request
-from starlette.responses import Response
 
 from diffusion.fleet.policies.rows import Ending, JobState, NodeState
-from diffusion.fleet.queue.database import Connection, Database
-from diffusion.fleet.service.access import operator_of
-from diffusion.fleet.service.http import Call
+from diffusion.fleet.queue.database import Connection
+from diffusion.fleet.service.gate import GatedRoute, Operator, Service
 
 CONTENT_TYPE = 'text/plain; version=0.0.4; charset=utf-8'
 
-Answer = Callable[[Request], Awaitable[Response]]
+router = APIRouter(route_class=GatedRoute, tags=['asked by an operator'])
 
 
-class Requests:
-    """Counts the answers of this process by endpoint and status."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.answers = Counter('fleet_requests', 'Answers of this process.', ['method', 'path', 'status'], registry=self.registry)
-
-    def counted(self, method: str, path: str, work: Answer) -> Answer:
-        """The endpoint, whose answers are counted.
-
-        Args:
-            path: of the route, with names in place of values: there are few.
-        """
-
-        async def answer(request: Request) -> Response:
-            response = await work(request)
-            self.answers.labels(method, path, str(response.status_code)).inc()
-            return response
-
-        return answer
-
-
-class Metrics:
-    """The endpoint of metrics; an operator's token opens it."""
-
-    def __init__(self, database: Database, requests: Requests):
-        self.database, self.requests = database, requests
-        self.endpoints: dict[tuple[str, str], Callable[[Call], Response]] = {('GET', '/metrics'): self.metrics}
-
-    def metrics(self, asked: Call) -> Response:
-        with self.database.transaction() as connection:
-            operator_of(connection, asked.token)
-            registry = CollectorRegistry()
-            registry.register(_Snapshot(list(figures(connection))))  # type: ignore[arg-type] # whatever has `collect` will do
-        return Response(generate_latest(registry) + generate_latest(self.requests.registry), media_type=CONTENT_TYPE)
+@router.get('/metrics', response_class=PlainTextResponse)
+def metrics(_: Operator, service: Service) -> Response:
+    """Show figures for Prometheus; requests are those of this process."""
+    with service.database.transaction() as connection:
+        registry = CollectorRegistry()
+        registry.register(_Snapshot(list(figures(connection))))  # type: ignore[arg-type] # whatever has `collect` will do
+    return Response(generate_latest(registry) + generate_latest(service.registry), media_type=CONTENT_TYPE)
 
 
 class _Snapshot:
@@ -64,7 +35,7 @@ class _Snapshot:
 
 
 def figures(connection: Connection) -> Iterable[Metric]:
-    """What the database says now."""
+    """Yield what the database says now."""
     jobs = GaugeMetricFamily('fleet_jobs', 'Jobs by state.', labels=['state', 'owner'])
     for row in connection.execute('select state, owner, count(*) as num from job group by state, owner'):
         jobs.add_metric([JobState(row['state']), row['owner']], row['num'])

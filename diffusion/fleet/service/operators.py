@@ -1,23 +1,24 @@
-"""What operators ask: machines, owners and pools. Every change is printed by the service with the name of the operator: that is its record."""
+"""Endpoints of operators: machines, owners, pools, scaling and bills. The service prints each change with its operator's name."""
 
-import re
 import secrets
-from collections.abc import Callable
-from typing import Any
+from datetime import UTC, datetime
+from typing import Annotated, Any
 
-from starlette.responses import JSONResponse, Response
+from fastapi import APIRouter, Query
 
+from diffusion.fleet.jobs.protocol import AccountAnswer, AccountSettings, MachineAction, OwnerSettings, PoolSettings
 from diffusion.fleet.jobs.spec import NAME
+from diffusion.fleet.policies.hand_out import ScalingLimits
 from diffusion.fleet.policies.rows import Ending, NodeState
-from diffusion.fleet.queue.database import Connection, Database, new_token
+from diffusion.fleet.queue.bills import Period, bill
+from diffusion.fleet.queue.database import new_token
 from diffusion.fleet.queue.endings import close
-from diffusion.fleet.service.access import Account, Refused, digest, operator_of
-from diffusion.fleet.service.http import Call
+from diffusion.fleet.service.gate import Account, FleetService, GatedRoute, Operator, Owner, RequestRejected, Service, digest
+from diffusion.fleet.service.scaling import proposal
 
 MAX_LISTED = 1000
-MAX_REASON = 300
+MAX_JOBS_BILLED = 1000
 ACTIONS = {'ban': NodeState.QUARANTINED, 'drain': NodeState.DRAINING, 'readmit': NodeState.LIVE}
-UNPRINTABLE = re.compile(r'[^\x20-\x7e\xa0-\ud7ff\ue000-\uffff]+')  # control characters, halves of surrogate pairs
 NODES = """
     n.name, n.pool, n.state, n.reason, n.gpu, n.gpu_gb, n.num_gpus, n.image, p.trusted, s.price_per_hour,
     extract(epoch from now() - greatest(s.last_seen, n.last_seen))::float8 as silent_sec,
@@ -27,226 +28,181 @@ NODES = """
     from node n join pool p on p.name = n.pool left join session s on s.node = n.name and s.ended is null
     left join job j on j.node = n.name and j.state = 'leased' left join attempt a on a.job = j.id and a.epoch = j.epoch
 """
-# What may be said of an owner and of a pool: (type, least, most).
-OWNER_LIMITS: dict[str, tuple[type, float, float]] = {
-    'max_leased': (int, 0, 100_000),
-    'max_queued': (int, 0, 10_000_000),
-    'budget_dollars': (float, 0, 1e9),
-    'operator': (bool, 0, 1),
-}
-POOL_LIMITS: dict[str, tuple[type, float, float]] = {'price_per_hour': (float, 0, 10_000), 'trusted': (bool, 0, 1)}
+
+router = APIRouter(route_class=GatedRoute, tags=['asked by an operator'])
 
 
-class Operators:
-    """The endpoints of operators."""
-
-    def __init__(self, database: Database):
-        self.database = database
-        self.endpoints: dict[tuple[str, str], Callable[[Call], Response]] = {
-            ('GET', '/nodes'): self.nodes,
-            ('POST', '/nodes/{name}/{action}'): self.judge,
-            ('GET', '/owners'): self.owners,
-            ('POST', '/owners'): self.set_owner,
-            ('DELETE', '/owners/{name}/token'): self.revoke_owner,
-            ('GET', '/pools'): self.pools,
-            ('POST', '/pools'): self.set_pool,
-            ('DELETE', '/pools/{name}/token'): self.revoke_pool,
-        }
-
-    def nodes(self, asked: Call) -> Response:
-        """Machines that are here, then those that were, the latest first; 1,000 at most."""
-        with self.database.transaction() as connection:
-            operator_of(connection, asked.token)
-            rows = connection.execute(f"select {NODES} order by n.state = 'gone', n.last_seen desc, n.name limit {MAX_LISTED}").fetchall()
-            num = connection.execute('select count(*) as num from node').fetchone()
-        return JSONResponse({'nodes': rows, 'left_out': num['num'] - len(rows) if num else 0})
-
-    def judge(self, asked: Call) -> Response:
-        """Ban, drain or readmit a machine. A ban takes its job from it at once: what it has not published is lost; draining lets it save."""
-        name, action = _named(asked), str(asked.path['action'])
-        if action not in ACTIONS:
-            raise Refused(404, f'{action[:80]!r} is not one of {", ".join(ACTIONS)}')
-        reason = _reason(asked.json().get('reason'))
-        with self.database.transaction() as connection:
-            operator = operator_of(connection, asked.token)
-            row = connection.execute('select state from node where name = %s for update', [name]).fetchone()
-            if row is None:
-                raise Refused(404, f'there is no machine {name}')
-            state: str = ACTIONS[action]
-            if action == 'drain' and row['state'] != NodeState.LIVE:
-                raise Refused(409, f'{name} is {row["state"]} already; only live machines are drained')
-            if action == 'readmit':
-                here = connection.execute('select 1 from session where node = %s and ended is null', [name]).fetchone()
-                state, reason = NodeState.LIVE if here else NodeState.GONE, ''
-                connection.execute('update node set judged_from = now() where name = %s', [name])
-                connection.execute('delete from ban where node = %s', [name])
-            else:
-                reason = reason or f'{action} by {operator.name}'
-            connection.execute('update node set state = %s, reason = %s where name = %s', [state, reason, name])
-            if action == 'ban':
-                _take_jobs(connection, name, f'{name} was banned by an operator')
-        _record(operator, f'{action} machine {name}, which was {row["state"]}{": " + reason if reason else ""}')
-        return JSONResponse({'name': name, 'state': state, 'reason': reason})
-
-    def owners(self, asked: Call) -> Response:
-        with self.database.transaction() as connection:
-            operator_of(connection, asked.token)
-            rows = connection.execute(
-                f"""select o.name, o.is_operator as operator, o.max_leased, o.max_queued, o.budget_dollars,
-                (select count(*) from job where owner = o.name and state = 'queued')::int as queued,
-                (select count(*) from job where owner = o.name and state = 'leased')::int as leased,
-                coalesce((select sum(a.dollars) from attempt a join job j on j.id = a.job where j.owner = o.name), 0) as spent_dollars
-                from owner o where %(name)s::text is null or o.name = %(name)s order by o.name limit {MAX_LISTED}""",
-                {'name': asked.query.get('name')},
-            ).fetchall()
-        return JSONResponse({'owners': rows})
-
-    def set_owner(self, asked: Call) -> Response:
-        """Change an owner, or with `create: true` make one; `new_token: true` gives a known one another token. Secrets are shown once."""
-        said = asked.json()
-        with self.database.transaction() as connection:
-            operator = operator_of(connection, asked.token)
-            name, values = _name(said), _values(said, OWNER_LIMITS)
-            if 'operator' in values:
-                values['is_operator'] = values.pop('operator')
-            known = _known(connection, 'owner', name, said)
-            if name == operator.name and values.get('is_operator') is False:
-                raise Refused(409, f'{name} cannot take its own rights; another operator can')
-            answer: dict[str, Any] = {'name': name, 'created': not known}
-            if not known or said.get('new_token') is True:
-                answer['token'] = new_token('owner')
-                values['token_hash'] = digest(answer['token'])
-            if not known:
-                key = secrets.token_bytes(32)
-                answer['notice_key'], values['notice_key'] = key.hex(), key
-            _write(connection, 'owner', name, values, known)
-        _record(operator, f'{"change" if known else "create"} owner {name}: {_shown(values)}')
-        return JSONResponse(answer)
-
-    def revoke_owner(self, asked: Call) -> Response:
-        """Make an owner's token useless; its jobs stay."""
-        return self._revoke(asked, 'owner')
-
-    def pools(self, asked: Call) -> Response:
-        with self.database.transaction() as connection:
-            operator_of(connection, asked.token)
-            rows = connection.execute(
-                f"""select p.name, p.price_per_hour, p.trusted, (select count(*) from node where pool = p.name and state <> 'gone')::int as nodes
-                from pool p where %(name)s::text is null or p.name = %(name)s order by p.name limit {MAX_LISTED}""",
-                {'name': asked.query.get('name')},
-            ).fetchall()
-        return JSONResponse({'pools': rows})
-
-    def set_pool(self, asked: Call) -> Response:
-        """Change a pool, or with `create: true` make one. The price is that of machines to come; the enrolment token is shown once."""
-        said = asked.json()
-        with self.database.transaction() as connection:
-            operator = operator_of(connection, asked.token)
-            name, values = _name(said), _values(said, POOL_LIMITS)
-            known = _known(connection, 'pool', name, said)
-            if not known and 'price_per_hour' not in values:
-                raise Refused(422, f'price_per_hour: the pool {name} is new; say what one of its machines costs in an hour, in dollars')
-            answer: dict[str, Any] = {'name': name, 'created': not known}
-            if not known or said.get('new_token') is True:
-                answer['token'] = new_token('pool')
-                values['token_hash'] = digest(answer['token'])
-            _write(connection, 'pool', name, values, known)
-        _record(operator, f'{"change" if known else "create"} pool {name}: {_shown(values)}')
-        return JSONResponse(answer)
-
-    def revoke_pool(self, asked: Call) -> Response:
-        """Make an enrolment token useless; machines that are here stay until they leave."""
-        return self._revoke(asked, 'pool')
-
-    def _revoke(self, asked: Call, table: str) -> Response:
-        name = _named(asked)
-        with self.database.transaction() as connection:
-            operator = operator_of(connection, asked.token)
-            if table == 'owner' and name == operator.name:
-                raise Refused(409, f'{name} cannot revoke its own token; another operator can, or take a new one')
-            row = connection.execute(f'update {table} set token_hash = %s where name = %s returning name', [secrets.token_bytes(32), name]).fetchone()
-            if row is None:
-                raise Refused(404, f'there is no {table} {name}')
-        _record(operator, f'revoke the token of {table} {name}')
-        return JSONResponse({'name': name})
+@router.get('/nodes')
+def nodes(_: Operator, service: Service) -> dict[str, Any]:
+    """List machines that are here, then those that were, the latest first; 1,000 at most."""
+    with service.database.transaction() as connection:
+        rows = connection.execute(f"select {NODES} order by n.state = 'gone', n.last_seen desc, n.name limit {MAX_LISTED}").fetchall()
+        num = connection.execute('select count(*) as num from node').fetchone()
+    return {'nodes': rows, 'left_out': num['num'] - len(rows) if num else 0}
 
 
-def _take_jobs(connection: Connection, node: str, message: str) -> None:
-    """Give the jobs of a machine back to the queue; it is told 409 with its next request."""
-    rows = connection.execute("select id::text, epoch from job where node = %s and state = 'leased' for update", [node]).fetchall()
-    for row in rows:
-        close(connection, row['id'], row['epoch'], Ending.RELEASED, message=message)
+@router.post('/nodes/{name}/{action}')
+def act_on_machine(name: str, action: str, said: MachineAction, operator: Operator, service: Service) -> dict[str, str]:
+    """Ban, drain or readmit a machine. A ban takes its job from it at once: what it has not published is lost; draining lets it save."""
+    _refuse_no_name(name)
+    if action not in ACTIONS:
+        raise RequestRejected(404, f'{action[:80]!r} is not one of {", ".join(ACTIONS)}')
+    reason = said.reason
+    with service.database.transaction() as connection:
+        row = connection.execute('select state from node where name = %s for update', [name]).fetchone()
+        if row is None:
+            raise RequestRejected(404, f'there is no machine {name}')
+        state: str = ACTIONS[action]
+        if action == 'drain' and row['state'] != NodeState.LIVE:
+            raise RequestRejected(409, f'{name} is {row["state"]} already; only live machines are drained')
+        if action == 'readmit':
+            here = connection.execute('select 1 from session where node = %s and ended is null', [name]).fetchone()
+            state, reason = NodeState.LIVE if here else NodeState.GONE, ''
+            connection.execute('update node set judged_from = now() where name = %s', [name])
+            connection.execute('delete from ban where node = %s', [name])
+        else:
+            reason = reason or f'{action} by {operator.name}'
+        connection.execute('update node set state = %s, reason = %s where name = %s', [state, reason, name])
+        if action == 'ban':  # it is told 409 with its next request
+            jobs = connection.execute("select id::text, epoch from job where node = %s and state = 'leased' for update", [name]).fetchall()
+            for job in jobs:
+                close(connection, job['id'], job['epoch'], Ending.RELEASED, message=f'{name} was banned by an operator')
+    _record(operator, f'{action} machine {name}, which was {row["state"]}{": " + reason if reason else ""}')
+    return {'name': name, 'state': state, 'reason': reason}
 
 
-def _known(connection: Connection, table: str, name: str, said: dict[str, Any]) -> bool:
-    """Whether the owner or pool is there; its row is locked.
-
-    Raises:
-        Refused: it is not, and `create` is not said; or it is, and it is.
-    """
-    known = connection.execute(f'select 1 from {table} where name = %s for update', [name]).fetchone() is not None
-    create = said.get('create') is True
-    if known and create:
-        raise Refused(409, f'the {table} {name} is there already; leave --create out to change it')
-    if not known and not create:
-        raise Refused(404, f'there is no {table} {name}; say --create to make one of that name')
-    return known
-
-
-def _write(connection: Connection, table: str, name: str, values: dict[str, Any], known: bool) -> None:
-    """Insert or update a row; the names of columns are this file's."""
-    if not known:
-        columns = ['name', *values]
-        connection.execute(f'insert into {table} ({", ".join(columns)}) values ({", ".join(["%s"] * len(columns))})', [name, *values.values()])
-    elif values:
-        connection.execute(f'update {table} set {", ".join(f"{column} = %s" for column in values)} where name = %s', [*values.values(), name])
+@router.get('/owners')
+def list_owners(_: Operator, service: Service, name: str | None = None) -> dict[str, Any]:
+    """List owners with their limits, dollars and jobs."""
+    with service.database.transaction() as connection:
+        rows = connection.execute(
+            f"""select o.name, o.is_operator as operator, o.max_leased, o.max_queued, o.budget_dollars,
+            (select count(*) from job where owner = o.name and state = 'queued')::int as queued,
+            (select count(*) from job where owner = o.name and state = 'leased')::int as leased,
+            coalesce((select sum(a.dollars) from attempt a join job j on j.id = a.job where j.owner = o.name), 0) as spent_dollars
+            from owner o where %(name)s::text is null or o.name = %(name)s order by o.name limit {MAX_LISTED}""",
+            {'name': name},
+        ).fetchall()
+    return {'owners': rows}
 
 
-def _named(asked: Call) -> str:
-    """The name in the path.
+@router.post('/owners', response_model_exclude_none=True)
+def set_owner(said: OwnerSettings, operator: Operator, service: Service) -> AccountAnswer:
+    """Change an owner, or with `create: true` make one."""
+    values = said.columns
+    if 'operator' in values:
+        values['is_operator'] = values.pop('operator')
+    if said.name == operator.name and said.operator is False:
+        raise RequestRejected(409, f'{said.name} cannot take its own rights; another operator can')
+    return _set_account(service, operator, 'owner', said, values)
 
-    Raises:
-        Refused: nothing can have it.
-    """
-    name = str(asked.path['name'])
+
+@router.delete('/owners/{name}/token')
+def revoke_owner(name: str, operator: Operator, service: Service) -> dict[str, str]:
+    """Make an owner's token useless; its jobs stay."""
+    if name == operator.name:
+        raise RequestRejected(409, f'{name} cannot revoke its own token; another operator can, or take a new one')
+    return _revoke(service, operator, 'owner', name)
+
+
+@router.get('/pools')
+def list_pools(_: Operator, service: Service, name: str | None = None) -> dict[str, Any]:
+    """List pools with their prices and numbers of machines."""
+    with service.database.transaction() as connection:
+        rows = connection.execute(
+            f"""select p.name, p.price_per_hour, p.trusted, (select count(*) from node where pool = p.name and state <> 'gone')::int as nodes
+            from pool p where %(name)s::text is null or p.name = %(name)s order by p.name limit {MAX_LISTED}""",
+            {'name': name},
+        ).fetchall()
+    return {'pools': rows}
+
+
+@router.post('/pools', response_model_exclude_none=True)
+def set_pool(said: PoolSettings, operator: Operator, service: Service) -> AccountAnswer:
+    """Change a pool, or with `create: true` make one. The price is that of machines to come."""
+    return _set_account(service, operator, 'pool', said, said.columns)
+
+
+@router.delete('/pools/{name}/token')
+def revoke_pool(name: str, operator: Operator, service: Service) -> dict[str, str]:
+    """Make an enrolment token useless; machines that are here stay until they leave."""
+    return _revoke(service, operator, 'pool', name)
+
+
+@router.get('/scale')
+def scale(
+    _: Operator, service: Service, max: Annotated[int, Query(ge=0, le=100_000)],
+    wanted_hours: Annotated[float | None, Query(ge=0.01, le=10_000, allow_inf_nan=False)] = None,
+    idle_sec: Annotated[float, Query(ge=0, le=86_400, allow_inf_nan=False)] = 600,
+) -> dict[str, Any]:  # fmt: skip
+    """Say how many machines the fleet wants, and which idle ones may leave: `fleet scale` acts on it, as the service knows no provider."""
+    with service.database.transaction() as connection:
+        return proposal(connection, ScalingLimits(max_nodes=max, wanted_hours=wanted_hours, idle_sec=idle_sec))
+
+
+@router.get('/bill', tags=['asked by an owner'])
+def bill_of_period(
+    owner: Owner, service: Service, since: str = '', until: str = '', limit: Annotated[int, Query(ge=0, le=MAX_JOBS_BILLED)] = MAX_JOBS_BILLED
+) -> dict[str, Any]:
+    """Sum up what machines cost, of an owner's own jobs or for an operator of all. Times are ISO 8601, of UTC unless they say otherwise."""
+    with service.database.transaction() as connection:
+        return bill(connection, None if owner.is_operator else owner.name, Period(_time('since', since), _time('until', until)), limit)
+
+
+def _time(key: str, text: str) -> datetime | None:
+    if not text:
+        return None
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise RequestRejected(400, f'{key}: {text[:80]!r} is no time; write 2026-01-31 or 2026-01-31T18:00') from None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def _set_account(service: FleetService, operator: Account, table: str, said: AccountSettings, values: dict[str, Any]) -> AccountAnswer:
+    """Insert or change the row of an owner or pool; names of columns are those of the models."""
+    name = said.name
+    with service.database.transaction() as connection:
+        known = connection.execute(f'select 1 from {table} where name = %s for update', [name]).fetchone() is not None
+        if known and said.create:
+            raise RequestRejected(409, f'the {table} {name} is there already; leave --create out to change it')
+        if not known and not said.create:
+            raise RequestRejected(404, f'there is no {table} {name}; say --create to make one of that name')
+        if not known and table == 'pool' and 'price_per_hour' not in values:
+            raise RequestRejected(422, f'price_per_hour: the pool {name} is new; say what one of its machines costs in an hour, in dollars')
+        answer = AccountAnswer(name=name, created=not known)
+        shown = [f'{key}={f"{value:.10g}" if isinstance(value, float) else value}' for key, value in values.items()]
+        if not known or said.new_token:
+            answer.token = new_token(table)
+            values['token_hash'] = digest(answer.token)
+            shown.append('new token')
+        if not known and table == 'owner':
+            values['notice_key'] = secrets.token_bytes(32)
+            answer.notice_key = values['notice_key'].hex()
+        if not known:
+            columns = ['name', *values]
+            places = ', '.join(['%s'] * len(columns))
+            connection.execute(f'insert into {table} ({", ".join(columns)}) values ({places})', [name, *values.values()])
+        elif values:
+            connection.execute(f'update {table} set {", ".join(f"{column} = %s" for column in values)} where name = %s', [*values.values(), name])
+    _record(operator, f'{"change" if known else "create"} {table} {name}: {", ".join(shown) or "nothing"}')
+    return answer
+
+
+def _revoke(service: FleetService, operator: Account, table: str, name: str) -> dict[str, str]:
+    _refuse_no_name(name)
+    with service.database.transaction() as connection:
+        row = connection.execute(f'update {table} set token_hash = %s where name = %s returning name', [secrets.token_bytes(32), name]).fetchone()
+        if row is None:
+            raise RequestRejected(404, f'there is no {table} {name}')
+    _record(operator, f'revoke the token of {table} {name}')
+    return {'name': name}
+
+
+def _refuse_no_name(name: str) -> None:
+    """Raises RequestRejected: nothing can have this name."""
     if not NAME.fullmatch(name):
-        raise Refused(404, f'there is nothing of the name {name[:80]!r}')
-    return name
-
-
-def _name(said: dict[str, Any]) -> str:
-    name = said.get('name')
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise Refused(422, f'name: {str(name)[:80]!r} may have letters, digits and . _ - alone, 64 at most: it becomes the name of a folder')
-    return name
-
-
-def _values(said: dict[str, Any], limits: dict[str, tuple[type, float, float]]) -> dict[str, Any]:
-    unknown = sorted(set(said) - {*limits, 'name', 'new_token', 'create'})
-    errors = [f'{key[:80]}: there is no such setting; there are {", ".join(limits)}' for key in unknown]
-    values = {}
-    for key, (kind, low, high) in limits.items():
-        value = said.get(key)
-        if value is None:
-            continue
-        fits = isinstance(value, bool) if kind is bool else not isinstance(value, bool) and isinstance(value, int if kind is int else int | float)
-        if not fits or not low <= value <= high:
-            wanted = 'true or false' if kind is bool else f'{"a whole" if kind is int else "a"} number from {low:g} to {high:g}'
-            errors.append(f'{key}: {str(value)[:80]!r} is not {wanted}')
-        values[key] = value
-    if errors:
-        raise Refused(422, '; '.join(errors), errors)
-    return values
-
-
-def _reason(said: object) -> str:
-    return UNPRINTABLE.sub(' ', str(said or ''))[:MAX_REASON].strip()
-
-
-def _shown(values: dict[str, Any]) -> str:
-    """ServiceSettings for the record, without secrets."""
-    shown = [f'{key}={value}' for key, value in values.items() if key not in ('token_hash', 'notice_key')]
-    return ', '.join([*shown, *(['new token'] if 'token_hash' in values else [])]) or 'nothing'
+        raise RequestRejected(404, f'there is nothing of the name {name[:80]!r}')
 
 
 def _record(operator: Account, what: str) -> None:

@@ -1,21 +1,14 @@
-"""`GET /scale`: how many machines the fleet wants, and which idle ones may leave; `fleet scale` acts on it, as this service knows no provider."""
+"""Number of machines that the fleet wants, and which idle ones may leave: rows of the database for policies/hand_out.py."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
-
 from diffusion.common.text import counted
-from diffusion.fleet.policies.last_job import stranded
+from diffusion.fleet.policies.hand_out import ScalingLimits, nodes_to_drain, num_takeable, stranded, wanted_nodes
 from diffusion.fleet.policies.rows import JobRow, NodeRow, NodeState
-from diffusion.fleet.policies.scaling import ScalingLimits, nodes_to_drain, num_takeable, wanted_nodes
 from diffusion.fleet.queue import reading
-from diffusion.fleet.queue.database import Connection, Database
-from diffusion.fleet.service.access import Refused, operator_of
-from diffusion.fleet.service.http import Call
+from diffusion.fleet.queue.database import Connection
 
-MAX_NODES = 100_000
 # The first of each owner that wait, and those that a machine is banned from.
 QUEUED = """
     j.id in (
@@ -41,27 +34,11 @@ IDLE = """
 """
 
 
-class ScaleEndpoint:
-    """The endpoint of scaling."""
-
-    def __init__(self, database: Database):
-        self.database = database
-        self.endpoints: dict[tuple[str, str], Callable[[Call], Response]] = {('GET', '/scale'): self.scale}
-
-    def scale(self, asked: Call) -> Response:
-        """`replicas` is never below the machines that work or have been idle for a short time only: those are not taken away."""
-        with self.database.transaction() as connection:
-            operator_of(connection, asked.token)
-            limits = ScalingLimits(
-                max_nodes=int(_number(asked, 'max', 0, MAX_NODES)),
-                wanted_hours=_number(asked, 'wanted_hours', 0.01, 10_000) if 'wanted_hours' in asked.query else None,
-                idle_sec=_number(asked, 'idle_sec', 0, 86_400, 600),
-            )
-            return JSONResponse(proposal(connection, limits))
-
-
 def proposal(connection: Connection, limits: ScalingLimits) -> dict[str, Any]:
-    """What to do about the number of machines: {replicas, wanted, drain, leased, takeable, stranded, live, remaining_hours, why}."""
+    """Return what to do about the number of machines: {replicas, wanted, drain, leased, takeable, stranded, live, remaining_hours, why}.
+
+    `replicas` is never below the machines that work or have been idle for a short time only: those are not taken away.
+    """
     now = reading.now(connection)
     queued = reading.jobs(connection, QUEUED, limits.max_nodes)
     nodes = reading.nodes(connection, "n.state = 'live'")
@@ -118,14 +95,3 @@ def _new_node(connection: Connection) -> NodeRow:
 def _for_any_image(job: JobRow) -> JobRow:
     """Machines that come run the image that the operator deploys then, which no machine may have yet."""
     return replace(job, needs=replace(job.needs, image=None))
-
-
-def _number(asked: Call, key: str, low: float, high: float, default: float | None = None) -> float:
-    text = asked.query.get(key)
-    try:
-        value = default if text is None else float(text)
-    except ValueError:
-        value = None
-    if value is None or not low <= value <= high:
-        raise Refused(400, f'{key}: {str(text)[:80]!r} is not a number from {low:g} to {high:g}')
-    return value

@@ -4,8 +4,6 @@ What differs from the service: renewals, polls and uploads take no time and are 
 once, which starts another, and by the queue when the lease lapses; a checkpoint is published in the moment that its step is made.
 """
 
-from __future__ import annotations
-
 import random
 from bisect import insort
 from collections import defaultdict
@@ -16,17 +14,11 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from diffusion.fleet.jobs.spec import JobLimits, MachineNeeds
-from diffusion.fleet.policies.blame import JobDecision, judge, proven_nodes, reopened
-from diffusion.fleet.policies.endings import FAILURES, ending_of
-from diffusion.fleet.policies.hand_out import choose_sorted, order_of_owner
-from diffusion.fleet.policies.last_job import stranded
-from diffusion.fleet.policies.quarantine import failures_since_success, why_quarantined
-from diffusion.fleet.policies.rows import AttemptRow, Ban, Ending, JobRow, JobState, NodeRow, NodeState, OwnerRow
-from diffusion.fleet.policies.scaling import ScalingLimits, nodes_to_drain, num_takeable, wanted_nodes
-from diffusion.fleet.policies.slow import MIN_SEC, MIN_SHARE_OF_JOB, reference_speed, why_slow
-from diffusion.fleet.policies.spending import must_stop
-from diffusion.fleet.simulation.results import SimulatedRun
-from diffusion.fleet.simulation.settings import FleetSettings
+from diffusion.fleet.policies.blame import JobDecision, failures_since_success, judge, proven_nodes, reopened, why_quarantined
+from diffusion.fleet.policies.hand_out import ScalingLimits, choose_sorted, nodes_to_drain, num_takeable, order_of_owner, stranded, wanted_nodes
+from diffusion.fleet.policies.limits import MIN_SEC, MIN_SHARE_OF_JOB, must_stop, reference_speed, why_slow
+from diffusion.fleet.policies.rows import FAILURES, AttemptRow, Ban, Ending, JobRow, JobState, NodeRow, NodeState, OwnerRow, ending_of
+from diffusion.fleet.simulation.runs import FleetOutcome, FleetSettings, SimulatedRun, mean_outcome, outcome_of
 
 CRASH = 70
 LONGEST_HOURS = 50_000.0  # of virtual time: beyond it the policies let some job run for ever
@@ -42,7 +34,7 @@ class _Machine:
     steps_per_sec: float
     is_bad: bool
     is_up: bool = False
-    running: _Running | None = None
+    running: '_Running | None' = None
     idle_since: float | None = None
     attempts: list[AttemptRow] = field(default_factory=list)  # that have ended
     bans: list[Ban] = field(default_factory=list)
@@ -344,3 +336,33 @@ class _Simulation:
             self.leave(self.present[name])
         self.request()
         self.at(self.now + self.settings.sweep_sec, self.sweep)
+
+
+# Rows of the table of policies: which ones a fleet needs, one more a row, then the same under worse conditions.
+
+
+def scenarios(settings: FleetSettings, times: float = 10.0, checkpoint_steps: int = 20) -> dict[str, FleetSettings]:
+    """Return settings by their names in the table.
+
+    Args:
+        times: interruptions of the last rows, of those of `settings`.
+        checkpoint_steps: of the row with more frequent checkpoints.
+    """
+    none = replace(settings, has_bans=False, has_quarantine=False, has_slow=False, has_blame=False)
+    moved = replace(settings, has_blame=False)
+    often = replace(moved, interruptions_per_hour=settings.interruptions_per_hour * times)
+    return {
+        f'no bans, {settings.max_attempts} attempts': none,
+        'ban (job, machine) only': replace(none, has_bans=True),
+        '+ machine out after 3 failures': replace(moved, has_slow=False),
+        '+ slow machines (2x median) moved': moved,
+        'same, lease 15 min': replace(moved, lease_min=15.0),
+        f'same, interruptions x{times:g} ({often.interruptions_per_hour:.3g}/h)': often,
+        f'same, checkpoint each {checkpoint_steps} steps': replace(often, checkpoint_steps=checkpoint_steps),
+        f'x{times:g} with blame: the policies of the service': replace(often, has_blame=True),
+    }
+
+
+def simulate_seeds(settings: FleetSettings, seeds: range) -> FleetOutcome:
+    """Mean over runs, one a seed."""
+    return mean_outcome([outcome_of(simulate(settings, seed)) for seed in seeds])

@@ -1,92 +1,145 @@
-"""The desk of a leased job: the service's HTTP, and addresses that it has signed, each for one object and 15 minutes."""
+"""HTTP to the service: one session, one token, errors that name no address."""
 
-import threading
+import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import requests
+from pydantic import ValidationError
 
 from diffusion.checkpoints.manifest import Content
-from diffusion.fleet.attempts.desk import (
+from diffusion.common.files import parse_json_object
+from diffusion.contracts.errors import InputError
+from diffusion.fleet.attempts.backend import (
     CHECKPOINT,
     INPUTS,
     MODEL,
     Assignment,
     AttemptEnd,
-    DeskOutage,
-    Fenced,
+    BackendUnavailable,
     HandedFile,
-    HandoverRefused,
     HeldCheckpoint,
-    NodeFault,
+    LeaseLost,
+    MachineError,
     Order,
+    UploadRejected,
 )
-from diffusion.fleet.attempts.transfers import AddressExpired, WrongContent, download, upload
+from diffusion.fleet.attempts.transfers import AddressExpired, WrongContent, download, no_auth, upload
+from diffusion.fleet.jobs.protocol import Enrolled, FileContent, LeaseAnswer, ProtocolModel, SignedGet, SignedSources, UrlsAnswer
 from diffusion.fleet.jobs.spec import JobValidation
-from diffusion.fleet.worker.client import ServiceAnswer, ServiceAway, ServiceClient
 
-FENCED, UNKNOWN_TOKEN = 409, 401
+TIMEOUT_SEC = (5.0, 10.0)  # to connect, to answer: renewals wait for it, so it is short
+MAX_ANSWER_BYTES = 8 << 20
+
+
+class ServiceAway(Exception):
+    """The service does not answer, or asks to come again later; `retry_sec` says when, if it does."""
+
+    def __init__(self, message: str, retry_sec: float | None = None):
+        super().__init__(message)
+        self.retry_sec = retry_sec
 
 
 @dataclass(frozen=True)
-class LeaseTimes:
-    """Seconds that the service says at enrolment."""
+class ServiceAnswer:
+    """Status, content and Retry-After in seconds."""
 
-    lease_sec: float
-    renew_sec: float
-    poll_sec: float
-    grace_sec: float
+    status: int
+    content: dict[str, Any]
+    retry_sec: float | None = None
+
+    @property
+    def error(self) -> str:
+        return str(self.content.get('error', f'status {self.status}'))[:500]
 
 
-def assignment_of(lease: Mapping[str, Any]) -> Assignment:
-    """What a lease says, without its addresses.
+class ServiceClient:
+    """Args:
+        server: `https://host[:port]`; http only where somebody else encrypts, or on this machine.
 
     Raises:
-        NodeFault: it is not what this worker understands; its installation is another than the service's.
+        InputError: that is not its form.
+    """
+
+    def __init__(self, server: str):
+        if not re.fullmatch(r'https?://[^/@\s?#]+(/[^@\s?#]*)?', server):
+            raise InputError('--server: https://HOST is wanted, without user, password or query')
+        self.server, self.token = server.rstrip('/'), ''
+        self._session = requests.Session()
+
+    def post(self, path: str, body: dict[str, Any]) -> ServiceAnswer:
+        """Ask the service.
+
+        Raises:
+            ServiceAway.
+        """
+        headers = {'Authorization': f'Bearer {self.token}'}
+        try:
+            with self._session.post(
+                f'{self.server}{path}', json=body, headers=headers, auth=no_auth, timeout=TIMEOUT_SEC, allow_redirects=False, stream=True
+            ) as answer:
+                content = answer.raw.read(MAX_ANSWER_BYTES + 1, decode_content=True)
+                retry_sec = _seconds(answer.headers.get('Retry-After'))
+                status = answer.status_code
+        except (requests.RequestException, OSError) as error:
+            raise ServiceAway(f'the service does not answer: {type(error).__name__}') from None
+        except Exception as error:  # urllib3's own, while the body is read
+            raise ServiceAway(f'the service broke off: {type(error).__name__}') from None
+        if status == 429 or status >= 500:
+            raise ServiceAway(f'the service answers with status {status}', retry_sec)
+        try:
+            parsed = parse_json_object(content) if content.strip() else {}
+        except ValueError:
+            raise ServiceAway(f'the service answers with status {status} and no JSON: is a proxy between?') from None
+        return ServiceAnswer(status, parsed, retry_sec)
+
+    def close(self) -> None:
+        self._session.close()
+
+
+def _seconds(text: str | None) -> float | None:
+    return float(text) if text is not None and re.fullmatch(r'\d{1,6}', text.strip()) else None
+
+
+# The backend of a leased job: the service's HTTP, and addresses that it has signed, each for one object and 15 minutes.
+
+Answer = TypeVar('Answer', bound=ProtocolModel)
+FENCED, UNKNOWN_TOKEN = 409, 401
+
+
+def read_answer(shape: type[Answer], content: object) -> Answer:
+    """Return an answer of the service; what is wrong with it is said without its values, among which are addresses.
+
+    Raises:
+        MachineError: it is not what this worker understands; its installation is another than the service's.
     """
     try:
-        checkpoint, model = lease.get('checkpoint'), lease.get('model') or {}
-        known = JobValidation.__dataclass_fields__
-        validation = {name: value for name, value in (lease.get('validation') or {}).items() if name in known and value is not None}
-        return Assignment(
-            job=str(lease['job']),
-            epoch=int(lease['epoch']),
-            name=str(lease.get('name') or ''),
-            kind=str(lease['kind']),
-            recipe=str(lease['recipe']),
-            overrides=dict(lease.get('overrides') or {}),
-            validation=JobValidation(**validation),
-            inputs=_contents(lease.get('inputs') or {}),
-            model=_contents(_files(model)),
-            checkpoint=HeldCheckpoint(int(checkpoint['step']), _contents(checkpoint['files'])) if checkpoint else None,
-            hours_left=None if lease.get('hours_left') is None else float(lease['hours_left']),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise NodeFault(f'the lease cannot be read ({type(error).__name__}): is the worker of another version than the service?') from None
+        return shape.model_validate(content)
+    except ValidationError as error:
+        keys = '.'.join(map(str, error.errors()[0]['loc']))
+        raise MachineError(f'the answer cannot be read ({keys[:80]}): is the worker of another version than the service?') from None
 
 
-def _files(model: Mapping[str, Any]) -> Mapping[str, Any]:
-    return model.get('files', model)
-
-
-def _contents(files: Mapping[str, Any]) -> dict[str, Content]:
-    return {str(name): Content(str(file['sha256']), int(file['bytes'])) for name, file in files.items()}
+def _contents(files: Mapping[str, FileContent]) -> dict[str, Content]:
+    return {name: Content(file.sha256, file.bytes) for name, file in files.items()}
 
 
 @dataclass
-class PresignedDesk:
+class PresignedBackend:
     """Args:
-    client: to the service, of the thread that calls `beat`.
+    client: to the service, of the thread that calls `heartbeat`.
     transfers: to the service, of the thread that transfers: a slow answer there does not delay a renewal.
-    lease: as the service gave it; its addresses are secrets.
+    lease: as the service gave it; its addresses are secrets. Job and epoch are enough to say that the rest cannot be read.
     claimed_at: time.monotonic() before it was asked for.
     """
 
     client: ServiceClient
     transfers: ServiceClient
     lease: dict[str, Any]
-    times: LeaseTimes
+    times: Enrolled
     claimed_at: float
     log: Callable[[str], None]
     fenced: str = ''  # why
@@ -94,16 +147,39 @@ class PresignedDesk:
     _renew_at: float = 0.0
     _away_since: float | None = None
     _ending: bool = False  # the end is on its way: a renewal that comes after it is refused, and that is no news
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.job, self.epoch = str(self.lease['job']), int(self.lease['epoch'])
         self.lease_until = self.claimed_at + self.times.lease_sec
         self._renew_at = self.claimed_at + self.times.renew_sec
 
+    def assignment(self) -> Assignment:
+        """Return what the lease says, without its addresses.
+
+        Raises:
+            MachineError: it cannot be read.
+        """
+        lease = read_answer(LeaseAnswer, self.lease)
+        self.sources: SignedSources = lease
+        known = JobValidation.__dataclass_fields__
+        validation = {name: value for name, value in lease.validation.items() if name in known and value is not None}
+        return Assignment(
+            job=lease.job,
+            epoch=lease.epoch,
+            name=lease.name or '',
+            kind=lease.kind,
+            recipe=lease.recipe,
+            overrides=lease.overrides,
+            validation=JobValidation(**validation),
+            inputs=_contents(lease.inputs),
+            model=_contents(lease.model.files) if lease.model else {},
+            checkpoint=HeldCheckpoint(lease.checkpoint.step, _contents(lease.checkpoint.files)) if lease.checkpoint else None,
+            hours_left=lease.hours_left,
+        )
+
     # --- the main thread
 
-    def beat(self, step: int, steps_per_sec: float | None) -> Order:
+    def heartbeat(self, step: int, steps_per_sec: float | None) -> Order:
         """Renew the lease when it is time; by this machine's monotonic clock alone, whatever its time of day is."""
         now = time.monotonic()
         if not self.fenced and now >= self._renew_at:
@@ -114,7 +190,7 @@ class PresignedDesk:
         if not self.fenced and time.monotonic() >= self.lease_until + self.times.grace_sec:
             self.fenced = f'the lease ended {self.times.grace_sec:g} s ago and could not be renewed'
         if self.fenced:
-            raise Fenced(self.fenced)
+            raise LeaseLost(self.fenced)
         return Order.CONTINUE
 
     def _renew(self, asked_at: float, step: int, steps_per_sec: float | None) -> Order | None:
@@ -158,32 +234,21 @@ class PresignedDesk:
     def fetch(self, place: str, name: str, path: Path, given_up: Callable[[], bool]) -> None:
         for fresh in (False, True):
             if fresh:
-                self._fresh_addresses()
-            file = self._place(place)[name]
+                self.sources = read_answer(SignedSources, self._ask('inputs', {}))
+            file = self._files(place)[name]
             try:
-                download(str(file['url']), path, Content(str(file['sha256']), int(file['bytes'])), given_up)
+                download(file.url, path, Content(file.sha256, file.bytes), given_up)
                 return
             except AddressExpired:
                 if fresh:
                     raise
             except WrongContent as error:  # the service has compared it when it came: damaged on the way, or in storage
-                raise DeskOutage(f'{place}.{name}: {error}') from error
+                raise BackendUnavailable(f'{place}.{name}: {error}') from error
 
-    def _place(self, place: str) -> Mapping[str, Any]:
-        with self._lock:
-            found = {
-                INPUTS: self.lease.get('inputs') or {},
-                CHECKPOINT: (self.lease.get('checkpoint') or {}).get('files') or {},
-                MODEL: _files(self.lease.get('model') or {}),
-            }
+    def _files(self, place: str) -> Mapping[str, SignedGet]:
+        checkpoint, model = self.sources.checkpoint, self.sources.model
+        found = {INPUTS: self.sources.inputs, CHECKPOINT: checkpoint.files if checkpoint else {}, MODEL: model.files if model else {}}
         return found[place]
-
-    def _fresh_addresses(self) -> None:
-        answer = self._ask('inputs', {})
-        with self._lock:
-            for key in ('inputs', 'checkpoint', 'model'):
-                if answer.get(key):
-                    self.lease[key] = answer[key]
 
     def publish(self, step: int, files: Mapping[str, HandedFile], given_up: Callable[[], bool]) -> None:
         self._put(step, files, given_up)
@@ -201,45 +266,45 @@ class PresignedDesk:
     def _put(self, step: int | None, files: Mapping[str, HandedFile], given_up: Callable[[], bool]) -> None:
         if not files:
             return
-        addresses = self._ask('urls', {'step': step, 'files': _described(files)}).get('files') or {}
+        signed = read_answer(UrlsAnswer, self._ask('urls', {'step': step, 'files': _described(files)})).files
         for name, file in files.items():
             if given_up():
-                raise DeskOutage('given up')
+                raise BackendUnavailable('given up')
             self._refuse_late()
-            try:
-                url, headers = str(addresses[name]['url']), dict(addresses[name]['headers'])
-            except (KeyError, TypeError):
-                raise HandoverRefused(f'the service gave no address for {name}') from None
-            upload(url, headers, file, given_up)  # what is there already is our own: the epoch is in its name; the service compares it
+            if name not in signed:
+                raise UploadRejected(f'the service gave no address for {name}')
+            upload(
+                signed[name].url, signed[name].headers, file, given_up
+            )  # what is there already is our own: the epoch is in its name; the service compares it
 
     def _ask(self, what: str, body: dict[str, Any], after_the_lease: bool = False) -> dict[str, Any]:
         """Ask the service about this job.
 
         Raises:
-            DeskOutage: it does not answer.
-            HandoverRefused: 413 and 422, which the same question does not change.
-            Fenced.
+            BackendUnavailable: it does not answer.
+            UploadRejected: 413 and 422, which the same question does not change.
+            LeaseLost.
         """
         if not after_the_lease:
             self._refuse_late()
         if self.fenced:
-            raise Fenced(self.fenced)
+            raise LeaseLost(self.fenced)
         try:
             answer = self.transfers.post(f'/jobs/{self.job}/{what}', {'epoch': self.epoch, **body})
         except ServiceAway as error:
-            raise DeskOutage(str(error)) from None
+            raise BackendUnavailable(str(error)) from None
         if self._refused(answer):
-            raise Fenced(self.fenced)
+            raise LeaseLost(self.fenced)
         if answer.status in (400, 413, 422):
-            raise HandoverRefused(answer.error)
+            raise UploadRejected(answer.error)
         if answer.status != 200:
-            raise DeskOutage(answer.error)
+            raise BackendUnavailable(answer.error)
         return answer.content
 
     def _refuse_late(self) -> None:
-        """Raises DeskOutage: the lease has ended, so nothing is handed over until it is renewed."""
+        """Raises BackendUnavailable: the lease has ended, so nothing is handed over until it is renewed."""
         if time.monotonic() >= self.lease_until:
-            raise DeskOutage('the lease has ended; nothing is handed over until it is renewed')
+            raise BackendUnavailable('the lease has ended; nothing is handed over until it is renewed')
 
 
 def _described(files: Mapping[str, HandedFile]) -> dict[str, Any]:

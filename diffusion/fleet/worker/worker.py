@@ -1,5 +1,8 @@
-"""The loop of a machine: enrol, then claim, attempt, end; until there is nothing to do, or somebody says leave."""
+"""What this machine is: the kind of its GPUs and their memory, as the driver says."""
 
+import platform
+import re
+import subprocess
 import threading
 import time
 import traceback
@@ -12,14 +15,58 @@ from diffusion.common.object_storage import JITTER
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import BAD_DATA, BAD_INPUT, BAD_RECIPE, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED, InputError
 from diffusion.fleet.attempts.attempt import Attempt, Programs, Workplace
-from diffusion.fleet.attempts.desk import AttemptEnd, Fenced, NodeFault, Order
-from diffusion.fleet.attempts.pausing import growing_pauses
-from diffusion.fleet.attempts.places import attempt_folder, open_work
-from diffusion.fleet.attempts.stopping import StopRequest
+from diffusion.fleet.attempts.backend import AttemptEnd, LeaseLost, MachineError, Order
+from diffusion.fleet.attempts.workplace import StopRequest, attempt_folder, growing_pauses, open_work
 from diffusion.fleet.jobs.checking import RECIPES
-from diffusion.fleet.worker.client import ServiceAnswer, ServiceAway, ServiceClient
-from diffusion.fleet.worker.machine import MachineFacts
-from diffusion.fleet.worker.presigned import LeaseTimes, PresignedDesk, assignment_of
+from diffusion.fleet.jobs.protocol import Enrolled
+from diffusion.fleet.worker.presigned import PresignedBackend, ServiceAnswer, ServiceAway, ServiceClient, read_answer
+
+NVIDIA_SMI_SEC = 30.0
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What a worker says of its machine.
+
+    Attributes:
+        gpu: kind, such as `rtx-4090`; `cpu` where there is none.
+        gpu_gb: memory of one GPU, in GB (10^9 bytes).
+        num_gpus: that one job gets.
+    """
+
+    name: str
+    gpu: str = 'cpu'
+    gpu_gb: float = 0.0
+    num_gpus: int = 1
+    image: str = ''
+
+
+def gpu_of_driver() -> tuple[str, float]:
+    """Kind and GB of the smallest GPU; `cpu` and 0 without a driver or GPU."""
+    query = ['nvidia-smi', '--query-gpu=name,memory.total', '--format=csv,noheader,nounits']
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_SEC).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return 'cpu', 0.0
+    found = [(name, float(mib)) for name, _, mib in (line.rpartition(', ') for line in lines) if re.fullmatch(r'[\d.]+', mib.strip())]
+    if not found:
+        return 'cpu', 0.0
+    name, mib = min(found, key=lambda gpu: gpu[1])
+    return kind_of(name), round(mib * 2**20 / 1e9, 1)
+
+
+def kind_of(name: str) -> str:
+    """`NVIDIA GeForce RTX 4090` as people and price lists write it: `rtx-4090`."""
+    plain = re.sub(r'\b(nvidia|geforce|tesla)\b', '', name.lower())
+    return '-'.join(re.findall(r'[a-z0-9.]+', plain)) or 'gpu'
+
+
+def host_name() -> str:
+    """This machine's name, of letters, digits and . _ - alone."""
+    return re.sub(r'[^A-Za-z0-9._-]', '-', platform.node())[:64].lstrip('._-') or 'machine'
+
+
+# The loop of a machine: enrol, then claim, attempt, end; until there is nothing to do, or somebody says leave.
 
 FAILURES_IN_A_ROW = 3
 LEAVING_SEC = 20.0  # for the last words to a service that may be away
@@ -99,14 +146,13 @@ class FleetWorker:
             self._code = BAD_INPUT
             return False
         try:
-            said = answer.content
-            self.times = LeaseTimes(*(float(said[name]) for name in ('lease_sec', 'renew_sec', 'poll_sec', 'grace_sec')))
-            self.client.token = self.transfers.token = str(said['token'])
-            self._enrolled = True
-            self._replaced = f'another worker has enrolled as {said["node"]}, or the token was revoked'
-            self.log(f'enrolled as {said["node"]}: {facts.gpu}, {facts.gpu_gb:g} GB')
-        except (KeyError, TypeError, ValueError):
+            self.times = read_answer(Enrolled, answer.content)
+        except MachineError:
             raise InputError('--server: answers otherwise than the service of a fleet does; is it of another version?') from None
+        self.client.token = self.transfers.token = self.times.token
+        self._enrolled = True
+        self._replaced = f'another worker has enrolled as {self.times.node}, or the token was revoked'
+        self.log(f'enrolled as {self.times.node}: {facts.gpu}, {facts.gpu_gb:g} GB')
         return True
 
     def _insist(self, path: str, body: dict[str, object]) -> ServiceAnswer | None:
@@ -157,30 +203,30 @@ class FleetWorker:
         return False
 
     def _attempt(self, answer: ServiceAnswer) -> None:
-        desk: PresignedDesk | None = None
+        backend: PresignedBackend | None = None
         began = time.monotonic()
         try:
-            desk = PresignedDesk(self.client, self.transfers, answer.content, self.times, self._asked_at, self.log)
-            assignment = assignment_of(answer.content)
+            backend = PresignedBackend(self.client, self.transfers, answer.content, self.times, self._asked_at, self.log)
+            assignment = backend.assignment()
             step = f', from step {assignment.checkpoint.step:,}' if assignment.checkpoint else ''
             left = f', {assignment.hours_left:.1f} h left' if assignment.hours_left is not None else ''
             self.log(f'claimed {assignment.title}, attempt {assignment.epoch}{step}{left}')
             with attempt_folder(self._work_folder, f'{_plain(assignment.job)}-e{assignment.epoch}') as folder:
                 place = Workplace(folder, self.warm, self.programs, self.options.recipes)
-                attempt = Attempt(assignment, desk, place, self.stop, self.log)
+                attempt = Attempt(assignment, backend, place, self.stop, self.log)
                 outcome = attempt.run()
-        except Fenced as error:
-            self.log(f'{desk.job if desk else "a job"}: dropped: {error}')
-            if desk is not None and desk.token_replaced:
+        except LeaseLost as error:
+            self.log(f'{backend.job if backend else "a job"}: dropped: {error}')
+            if backend is not None and backend.token_replaced:
                 self._leaving, self._known = self._replaced, False
             return
         except Exception as error:  # also our own mistakes: the other jobs need this machine
             self.log(f'a job could not be done: {first_line(error, with_type=True)}')
-            if not isinstance(error, NodeFault | OSError):
+            if not isinstance(error, MachineError | OSError):
                 self.log(traceback.format_exc())
             self.failures += 1
-            if desk is not None:
-                self._report(desk, AttemptEnd(None, 0, 'node_fault', first_line(error, with_type=True)))
+            if backend is not None:
+                self._report(backend, AttemptEnd(None, 0, 'node_fault', first_line(error, with_type=True)))
             return
         self._count(outcome)
         ended = outcome.ending or f'exit code {outcome.exit_code}'
@@ -189,11 +235,11 @@ class FleetWorker:
         if attempt.order == Order.RELEASE:
             self._leaving = 'asked to give the job back'
 
-    def _report(self, desk: PresignedDesk, outcome: AttemptEnd) -> None:
+    def _report(self, backend: PresignedBackend, outcome: AttemptEnd) -> None:
         try:
-            desk.end(outcome, lambda: False)
+            backend.end(outcome, lambda: False)
         except Exception as error:  # the lease ends by itself
-            self.log(f'{desk.job}: the end was not reported: {first_line(error)}')
+            self.log(f'{backend.job}: the end was not reported: {first_line(error)}')
 
     def _count(self, outcome: AttemptEnd) -> None:
         """Failures that are perhaps the machine's own."""

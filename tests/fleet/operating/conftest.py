@@ -7,11 +7,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from data_prep.crawling.addresses import network
+from diffusion.demo.postgres import LocalPostgres
 from diffusion.fleet.queue.database import Database, connected
-from diffusion.fleet.queue.local_postgres import LocalPostgres
-from diffusion.fleet.service.app import ServiceSettings, create_app
+from diffusion.fleet.service.app import create_app
 from diffusion.fleet.service.bucket import Bucket
-from diffusion.fleet.service.sweeping import Sweeping
+from diffusion.fleet.service.gate import FleetService
 from tests.fleet.fleet import new_database
 from tests.fleet.operating.made_up import MadeUp, token_of
 
@@ -47,7 +47,7 @@ class Service:
         self.client = client
 
     def ask(self, method: str, path: str, name: str = 'root', **options: Any) -> Any:
-        return self.client.request(method, path, headers={'Authorization': f'Bearer {token_of(name)}'}, **options)
+        return self.client.request(method, path, headers={'Authorization': f'Bearer {token_of(name)}', 'Content-Type': 'application/json'}, **options)
 
     def get(self, path: str, name: str = 'root', **options: Any) -> Any:
         return self.ask('GET', path, name, **options)
@@ -58,9 +58,9 @@ class Service:
 
 @pytest.fixture
 def service(url: str, made_up: MadeUp) -> Iterator[Service]:
-    """Its sweeper and its courier sleep: tests call them."""
-    settings = ServiceSettings(
-        Database(url), Bucket('s3://bucket/fleet'), sweeping=Sweeping(every_sec=3600), notices_to=(network('127.0.0.0/8'),), notices_every_sec=3600
+    """Threads that sweep and send sleep: tests call them."""
+    service = FleetService(
+        Database(url), Bucket('s3://bucket/fleet'), sweep_every_sec=3600, notices_to=(network('127.0.0.0/8'),), notices_every_sec=3600
     )
-    with TestClient(create_app(settings)) as client:
+    with TestClient(create_app(service)) as client:
         yield Service(client)

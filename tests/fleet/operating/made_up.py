@@ -4,7 +4,7 @@ import json
 import random
 from typing import Any
 
-from diffusion.fleet.service.access import digest
+from diffusion.fleet.service.gate import digest
 
 RECIPE = 'yamls/dreambooth-sdxl-lora.yaml'
 STEPS = 1400

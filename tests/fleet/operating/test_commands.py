@@ -19,8 +19,7 @@ from diffusion.fleet.__main__ import COMMANDS
 from diffusion.fleet.__main__ import main as fleet
 from diffusion.fleet.client import http
 from diffusion.fleet.client.following import progress
-from diffusion.fleet.client.packing import pack
-from diffusion.fleet.client.submission import parts_of
+from diffusion.fleet.client.submission import pack, parts_of
 from diffusion.fleet.jobs.spec import JobSpec
 from diffusion.fleet.queue.database import connected
 from tests.common.s3_server import BUCKET
@@ -28,7 +27,7 @@ from tests.fleet.fleet import RECIPE, Service, add_owner, new_database, rows
 from tests.fleet.test_service import Node, described
 
 
-class Desk:
+class JobBackend:
     """Runs commands as somebody; each returns (exit code, what it printed, what it said)."""
 
     def __init__(self, service, tokens, monkeypatch, capsys):
@@ -64,7 +63,7 @@ def tokens(url):
 @pytest.fixture
 def desk(url, s3, tokens, monkeypatch, capsys):
     service = Service(url, **{'lease-sec': 60, 'renew-sec': 20})
-    yield Desk(service, tokens, monkeypatch, capsys)
+    yield JobBackend(service, tokens, monkeypatch, capsys)
     service.kill()
 
 

@@ -15,13 +15,13 @@ from diffusion.fleet.jobs.spec import JobError, spec_of
 from diffusion.fleet.policies.rows import Ending
 from diffusion.fleet.queue.database import Database
 from diffusion.fleet.queue.endings import close
-from diffusion.fleet.service import notices
-from diffusion.fleet.service.access import Account
+from diffusion.fleet.service import background, owners
+from diffusion.fleet.service.background import MAX_TRIES, WebhookSender
 from diffusion.fleet.service.bucket import Bucket
-from diffusion.fleet.service.notices import MAX_TRIES, Courier
-from diffusion.fleet.service.owners import Owners
+from diffusion.fleet.service.gate import Account, FleetService
 
 LOOPBACK = (network('127.0.0.0/8'),)
+ANNA = Account('owner', 'anna')
 
 
 class OwnersServer(ThreadingHTTPServer):
@@ -68,10 +68,10 @@ def receiver():
 
 
 @pytest.fixture
-def courier(url):
+def sender(url):
     database = Database(url)
     database.open()
-    yield Courier(database, LOOPBACK)
+    yield WebhookSender(database, LOOPBACK)
     database.close()
 
 
@@ -90,14 +90,14 @@ def row_of(connection, own):
     ).fetchone()
 
 
-def test_the_end_of_a_job_is_told_with_a_signature(connection, made_up, receiver, courier):
+def test_the_end_of_a_job_is_told_with_a_signature(connection, made_up, receiver, sender):
     key = bytes(range(32))
     connection.execute("update owner set notice_key = %s where name = 'anna'", [key])
     made_up.node('m')
     job = made_up.job('anna', 'timber', 'leased', node='m', epoch=1, notify={'webhook': receiver.url})
     made_up.attempt(job, 1, 'm', 60, 0, (0, 1400), pace=0.5)
     close(connection, job, 1, Ending.RECIPE, 64, 'train.duration: ...')
-    assert courier.deliver() == 1
+    assert sender.deliver() == 1
     ((headers, body),) = receiver.told
     said = json.loads(body)
     assert (said['id'], said['name'], said['state'], said['results']) == (job, 'timber', 'failed', f'/jobs/{job}/results')
@@ -107,44 +107,44 @@ def test_the_end_of_a_job_is_told_with_a_signature(connection, made_up, receiver
     own = connection.execute('select id::text from notice').fetchone()['id']
     assert headers['X-Fleet-Notice'] == own
     assert row_of(connection, own)['delivered']
-    assert courier.deliver() == 0
+    assert sender.deliver() == 0
 
 
-def test_a_server_that_fails_is_told_again_later(connection, made_up, receiver, courier):
+def test_a_server_that_fails_is_told_again_later(connection, made_up, receiver, sender):
     own = notice(connection, made_up, receiver.url)
     receiver.status = 500
     for tries, wait_sec in enumerate((60, 120, 240), 1):
-        assert courier.deliver() == 1
+        assert sender.deliver() == 1
         row = row_of(connection, own)
         assert (row['tries'], row['delivered'], row['last_error']) == (tries, False, 'HTTP 500')
         assert row['wait_sec'] == pytest.approx(wait_sec, abs=2)
-        assert courier.deliver() == 0  # not yet
+        assert sender.deliver() == 0  # not yet
         connection.execute('update notice set next_try = now()')
     receiver.status = 200
-    courier.deliver()
+    sender.deliver()
     assert row_of(connection, own)['delivered']
     assert len({headers['X-Fleet-Notice'] for headers, _ in receiver.told}) == 1
 
 
-def test_it_is_given_up_after_days(connection, made_up, receiver, courier):
+def test_it_is_given_up_after_days(connection, made_up, receiver, sender):
     own = notice(connection, made_up, receiver.url)
     receiver.status = 404
     whole = 0
     for _ in range(MAX_TRIES):
-        assert courier.deliver() == 1
+        assert sender.deliver() == 1
         wait_sec = row_of(connection, own)['wait_sec']
         whole += wait_sec or 0
         connection.execute("update notice set next_try = now() where next_try < 'infinity'")
     assert row_of(connection, own)['given_up']
-    assert courier.deliver() == 0
+    assert sender.deliver() == 0
     assert whole / 86400 == pytest.approx(4.42, abs=0.01)  # 1 + 2 + ... + 1,024 minutes, and three days
     assert len(receiver.told) == MAX_TRIES
 
 
-def test_a_redirect_is_not_followed(connection, made_up, receiver, courier):
+def test_a_redirect_is_not_followed(connection, made_up, receiver, sender):
     receiver.status, receiver.headers = 302, {'Location': receiver.url}
     own = notice(connection, made_up, receiver.url)
-    courier.deliver()
+    sender.deliver()
     assert row_of(connection, own)['last_error'] == 'HTTP 302'
     assert len(receiver.told) == 1
 
@@ -163,19 +163,19 @@ def test_a_redirect_is_not_followed(connection, made_up, receiver, courier):
         ('https://[', LOOPBACK, 'bad URL'),
     ],
 )
-def test_only_addresses_that_may_be_told_are_asked(address, networks, said, connection, made_up, receiver, courier):
-    courier.networks = networks
+def test_only_addresses_that_may_be_told_are_asked(address, networks, said, connection, made_up, receiver, sender):
+    sender.networks = networks
     own = notice(connection, made_up, address.format(port=receiver.server_address[1]))
-    courier.deliver()
+    sender.deliver()
     assert row_of(connection, own)['last_error'] == said
     assert receiver.told == []
 
 
-def test_no_transaction_waits_for_a_server_and_others_take_nothing_twice(connection, made_up, receiver, courier, monkeypatch):
-    monkeypatch.setattr(notices, 'TIMEOUT_SEC', 3)
+def test_no_transaction_waits_for_a_server_and_others_take_nothing_twice(connection, made_up, receiver, sender, monkeypatch):
+    monkeypatch.setattr(background, 'TIMEOUT_SEC', 3)
     receiver.wait_sec = 1.5
     own = notice(connection, made_up, receiver.url)
-    thread = threading.Thread(target=courier.deliver)
+    thread = threading.Thread(target=sender.deliver)
     thread.start()
     while not receiver.told:
         time.sleep(0.02)
@@ -183,17 +183,17 @@ def test_no_transaction_waits_for_a_server_and_others_take_nothing_twice(connect
         "select count(*) as num from pg_stat_activity where datname = current_database() and state like 'idle in transaction%'"
     ).fetchone()
     assert open_ones['num'] == 0
-    assert courier.deliver() == 0
+    assert sender.deliver() == 0
     thread.join()
     assert row_of(connection, own)['delivered']
 
 
-def test_a_server_that_says_nothing_is_left(connection, made_up, receiver, courier, monkeypatch):
-    monkeypatch.setattr(notices, 'TIMEOUT_SEC', 0.3)
+def test_a_server_that_says_nothing_is_left(connection, made_up, receiver, sender, monkeypatch):
+    monkeypatch.setattr(background, 'TIMEOUT_SEC', 0.3)
     receiver.wait_sec = 2
     own = notice(connection, made_up, receiver.url)
     begin = time.monotonic()
-    courier.deliver()
+    sender.deliver()
     assert time.monotonic() - begin < 1.5
     assert row_of(connection, own)['last_error'] == 'took over 0.3 s'
 
@@ -202,13 +202,13 @@ def test_the_service_delivers_by_itself(url, connection, made_up, receiver):
     own = notice(connection, made_up, receiver.url)
     database = Database(url)
     database.open()
-    courier = Courier(database, LOOPBACK, every_sec=0.05)
-    courier.start()
+    sender = WebhookSender(database, LOOPBACK, every_sec=0.05)
+    sender.start()
     for _ in range(100):
         if row_of(connection, own)['delivered']:
             break
         time.sleep(0.05)
-    courier.stop()
+    sender.stop()
     database.close()
     assert row_of(connection, own)['delivered']
 
@@ -217,5 +217,5 @@ def test_http_is_refused_at_submission_unless_a_network_is_named():
     spec = spec_of({'recipe': 'shapes-lora.yaml', 'notify': {'webhook': 'http://example.org/'}}, 'line 1')
     bucket = Bucket('s3://bucket/fleet')
     with pytest.raises(JobError, match='http://example.org/ must begin with https://'):
-        Owners(None, bucket, RECIPES)._own_inputs(Account('anna', False), spec, 'line 1')
-    Owners(None, bucket, RECIPES, may_be_http=True)._own_inputs(Account('anna', False), spec, 'line 1')
+        owners._refuse_inputs_of_others(FleetService(None, bucket, RECIPES), ANNA, spec, 'line 1')
+    owners._refuse_inputs_of_others(FleetService(None, bucket, RECIPES, notices_to=LOOPBACK), ANNA, spec, 'line 1')

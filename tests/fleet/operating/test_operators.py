@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from diffusion.fleet.service.access import digest
+from diffusion.fleet.service.gate import digest
 from tests.fleet.operating.made_up import token_of
 
 ENDPOINTS = [
@@ -116,7 +116,7 @@ def test_a_pool_is_created_and_its_price_is_that_of_machines_to_come(service, ma
     [
         ('/owners', {'name': '../ben'}, 'letters, digits'),
         ('/owners', {'name': ''}, 'letters, digits'),
-        ('/owners', {}, 'letters, digits'),
+        ('/owners', {}, 'name: is required'),
         ('/owners', {'name': 'x', 'create': True, 'max_leased': -1}, 'max_leased'),
         ('/owners', {'name': 'x', 'create': True, 'max_leased': 1.5}, 'max_leased'),
         ('/owners', {'name': 'x', 'create': True, 'budget_dollars': True}, 'budget_dollars'),

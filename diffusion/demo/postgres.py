@@ -72,7 +72,7 @@ class LocalPostgres:
                 self.process.wait(0.1)
 
     def kill(self) -> None:
-        """As a power cut: SIGQUIT, PostgreSQL's own immediate shutdown. `start` then recovers from its log."""
+        """Stop as in a power cut: SIGQUIT, PostgreSQL's own immediate shutdown. `start` then recovers from its log."""
         self._end(signal.SIGQUIT)
 
     def stop(self) -> None:

@@ -11,32 +11,32 @@ from diffusion.checkpoints.manifest import Content
 from diffusion.fleet.jobs.spec import JobValidation
 
 TRAIN, SAMPLE = 'train', 'sample'  # kinds of jobs
-INPUTS, CHECKPOINT, MODEL = 'inputs', 'checkpoint', 'model'  # where a desk has files for an attempt
+INPUTS, CHECKPOINT, MODEL = 'inputs', 'checkpoint', 'model'  # where a backend has files for an attempt
 _PART = re.compile(r'[A-Za-z0-9][A-Za-z0-9._-]{0,127}')
 
 
-class Fenced(Exception):
+class LeaseLost(Exception):
     """The job is another attempt's now, or may be: kill what runs for it, write nothing more, forget it."""
 
 
-class DeskOutage(Exception):
+class BackendUnavailable(Exception):
     """Storage or service does not answer at the moment; trying again may help."""
 
 
-class HandoverRefused(Exception):
+class UploadRejected(Exception):
     """What was handed over is not accepted; trying again does not help."""
 
 
-class InputFault(Exception):
+class JobInputError(Exception):
     """An input is not what the job says, or cannot be used: the job's fault."""
 
 
-class NodeFault(Exception):
+class MachineError(Exception):
     """This machine cannot do it, whatever the job is: no room, files that do not arrive."""
 
 
 class Order(StrEnum):
-    """What the desk wants of a running attempt."""
+    """What the backend wants of a running attempt."""
 
     CONTINUE = 'continue'
     RELEASE = 'release'  # save, hand over, give the job back
@@ -45,7 +45,7 @@ class Order(StrEnum):
 
 @dataclass(frozen=True)
 class HeldCheckpoint:
-    """A checkpoint that the desk holds."""
+    """A checkpoint that the backend holds."""
 
     step: int
     files: dict[str, Content]
@@ -109,14 +109,14 @@ class AttemptEnd:
     results: dict[str, Content] = field(default_factory=dict)
 
 
-class Desk(Protocol):
+class JobBackend(Protocol):
     """Where inputs and the latest checkpoint come from, and where checkpoints and results go.
 
-    `beat` is called by the main thread, everything else by the one thread that transfers. `given_up` says that the transfer is not wanted any more:
-    then DeskOutage is raised soon. All raise Fenced.
+    `heartbeat` is called by the main thread, everything else by the one thread that transfers. `given_up` says that the transfer is not wanted
+    any more: then BackendUnavailable is raised soon. All raise LeaseLost.
     """
 
-    def beat(self, step: int, steps_per_sec: float | None) -> Order:
+    def heartbeat(self, step: int, steps_per_sec: float | None) -> Order:
         """Called every second or so: keep what has to be kept, and hear what is wanted."""
 
     def lent_folder(self, name: str) -> Path | None:
@@ -129,28 +129,28 @@ class Desk(Protocol):
             place: INPUTS, CHECKPOINT or MODEL.
 
         Raises:
-            DeskOutage, InputFault, NodeFault, OSError.
+            BackendUnavailable, JobInputError, MachineError, OSError.
         """
 
     def publish(self, step: int, files: Mapping[str, HandedFile], given_up: Callable[[], bool]) -> None:
         """Hand over a checkpoint: afterwards the job resumes from it.
 
         Raises:
-            DeskOutage, HandoverRefused.
+            BackendUnavailable, UploadRejected.
         """
 
     def put_results(self, files: Mapping[str, HandedFile], given_up: Callable[[], bool]) -> None:
         """Hand over the result files; `end` then names them.
 
         Raises:
-            DeskOutage, HandoverRefused.
+            BackendUnavailable, UploadRejected.
         """
 
     def end(self, outcome: AttemptEnd, given_up: Callable[[], bool]) -> None:
         """Report the end.
 
         Raises:
-            DeskOutage, HandoverRefused.
+            BackendUnavailable, UploadRejected.
         """
 
 
@@ -158,9 +158,9 @@ def safe_name(name: str) -> str:
     """Return a relative path that came from another machine if it stays in its folder, at most four folders deep.
 
     Raises:
-        NodeFault: it does not.
+        MachineError: it does not.
     """
     parts = name.split('/')
     if len(parts) > 5 or not all(_PART.fullmatch(part) for part in parts):
-        raise NodeFault(f'a file is called {name[:80]!r}, which is no plain relative path')
+        raise MachineError(f'a file is called {name[:80]!r}, which is no plain relative path')
     return name
