@@ -17,7 +17,7 @@ from data_prep.engines.batches import BatchWork, ImageBatch, PartEnd
 from data_prep.engines.engine import IN_THIS_PROCESS, Engine, LocalEngine
 from data_prep.mds.dataset import Columns, Dataset, PartWriter
 from data_prep.mds.job import ALONE, Share, Tally
-from data_prep.sources.folder import open_source
+from data_prep.sources.base import open_source
 from data_prep.sources.mds import find_images
 from diffusion.common.storage import Folder, open_folder, write
 from diffusion.contracts.errors import DataError, EncoderError
