@@ -129,7 +129,7 @@ class EncodeWork(BatchWork):
     def compute(self, batch: ImageBatch) -> tuple[Tensor, dict[str, Tensor]]:
         return self.encoders.encode(batch)
 
-    def write(self, writer: PartWriter, batch: ImageBatch, *computed: Any) -> None:
+    def write(self, writer: PartWriter, batch: ImageBatch, computed: tuple[Tensor, dict[str, Tensor]]) -> None:
         moments, embeddings = computed[0].cpu().numpy(), {column: encoded.cpu().numpy() for column, encoded in computed[1].items()}
         for i, row in enumerate(batch.rows):
             if not np.isfinite(moments[i]).all():

@@ -132,12 +132,12 @@ class RecaptionWork(BatchWork):
             return False
         return True
 
-    def compute(self, batch: ImageBatch) -> tuple[list[list[Caption]]]:
-        return (self.captioner.captions(batch.inputs, [row['key'] for row in batch.rows]),)
+    def compute(self, batch: ImageBatch) -> list[list[Caption]]:
+        return self.captioner.captions(batch.inputs, [row['key'] for row in batch.rows])
 
-    def write(self, writer: PartWriter, batch: ImageBatch, *computed: Any) -> None:
+    def write(self, writer: PartWriter, batch: ImageBatch, computed: list[list[Caption]]) -> None:
         choice = self.choice
-        for row, written in zip(batch.rows, computed[0], strict=True):
+        for row, written in zip(batch.rows, computed, strict=True):
             usable = [caption for caption in written if not choice.fault(caption.text)]
             faults = dict.fromkeys(fault for caption in written if (fault := choice.fault(caption.text)))
             if not usable and choice.replaces:
