@@ -27,7 +27,7 @@ from data_prep.mds.job import Tally
 from data_prep.sources.mds import find_images
 from diffusion.common.command_line import option, positional
 from diffusion.common.processes import quick_imports
-from diffusion.recipe.hub import neither_folder_nor_hub_id
+from diffusion.recipe.keys import neither_folder_nor_hub_id
 from diffusion.recipe.rules import network_names
 from diffusion.recipe.schema import EncoderSource
 

@@ -32,7 +32,7 @@ from diffusion.families.pipeline import DrawingSettings, draw, placed
 from diffusion.families.registry import build_network, family_for
 from diffusion.objectives import build_objective
 from diffusion.recipe import Recipe
-from diffusion.recipe.hub import hub_source
+from diffusion.recipe.keys import hub_source
 from diffusion.recipe.schema import Drawn
 
 PIXELS_A_PASS = 4 * 1024**2  # four images of 1024 px fit next to SDXL on 24 GB
