@@ -48,22 +48,15 @@ class Scene:
 
 
 class Verdict(TypedDict, total=False):
-    """Shares of images (0..1) that show what their captions say, as the demo's judge.json holds them.
-
-    Attributes:
-        foreground: the right colour of the shape.
-        background: the right colour behind it.
-        shape, size, place: each by itself.
-        everything: all five.
-    """
+    """Shares of images (0..1) that show what their captions say, as the demo's judge.json holds them."""
 
     num_images: int
-    foreground: float
-    background: float
-    shape: float
+    foreground: float  # the right colour of the shape
+    background: float  # the right colour behind it
+    shape: float  # by itself, as are size and place
     size: float
     place: float
-    everything: float
+    everything: float  # all five
 
 
 def vocabulary() -> list[str]:

@@ -112,11 +112,7 @@ class AssumptionError(InputError):
 
 
 def load_assumptions(path: Path | None = None, overrides: Sequence[str] = ()) -> Assumptions:
-    """Read diffusion/cost/assumptions.yaml, changed by the file `path` and by `key=value` overrides.
-
-    Raises:
-        AssumptionError: with all mistakes: unknown keys, values that are neither numbers nor ranges, or out of range.
-    """
+    """Read diffusion/cost/assumptions.yaml, changed by the file `path` and by `key=value` overrides; AssumptionError has all mistakes."""
     errors: list[str] = []
     layers = [*file_layers(DEFAULT, errors), *(file_layers(path, errors) if path is not None else []), *override_layers(overrides, errors)]
     assumptions: Assumptions = merge(Assumptions, layers, errors)

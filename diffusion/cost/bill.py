@@ -31,11 +31,8 @@ def expected_stretch(interval_sec: Number, save_sec: Number, between_failures_se
     """Expected wall time over useful time when failures are exponential, exactly: M e^((D + R) / M) (e^((tau + C) / M) - 1) / tau.
 
     The complete model of J. T. Daly, Future Generation Computer Systems 22(3), 2006; `overhead` is its first order, 1 + C / tau its limit without
-    failures. Restarts and saves can fail too. Arguments may be arrays. Infinite where no interval is ever survived.
-
-    Args:
-        interval_sec: tau, work from the end of a save to the begin of the next.
-        between_failures_sec: M, of the whole job; infinite is never.
+    failures. Restarts and saves can fail too. Arguments may be arrays. Infinite where no interval is ever survived. tau: interval_sec,
+    work from the end of a save to the begin of the next; M: between_failures_sec of the whole job, infinite is never.
     """
     segment_sec, per_sec = np.add(interval_sec, save_sec), np.divide(1.0, between_failures_sec)
     with np.errstate(over='ignore'):
@@ -106,20 +103,13 @@ class InterruptedRun:
 
 @dataclass(frozen=True)
 class PaymentPlan:
-    """A way to pay for GPUs: what is used, or what was reserved, used or not.
-
-    Attributes:
-        beyond: price of what goes beyond a reservation; None: nothing is reserved, and what is used is paid.
-        reserved_hours: for all GPUs of the run; None: as many whole days as are used.
-        taken_over_share: share of the unused hours that others use and pay for (0..1).
-        is_spot: the machines may be taken away.
-    """
+    """A way to pay for GPUs: what is used, or what was reserved, used or not."""
 
     price: Price
-    beyond: Price | None = None
-    reserved_hours: Number | None = None
-    taken_over_share: Number = 0.0
-    is_spot: bool = False
+    beyond: Price | None = None  # price of what goes beyond a reservation; None: nothing is reserved, and what is used is paid
+    reserved_hours: Number | None = None  # for all GPUs of the run; None: as many whole days as are used
+    taken_over_share: Number = 0.0  # share of the unused hours that others use and pay for (0..1)
+    is_spot: bool = False  # the machines may be taken away
 
     def pay(self, used_gpu_hours: Number, wall_hours: Number, num_gpus: int) -> list[tuple[str, Number, Price]]:
         """Return (what, GPU-hours, price) of every payment for GPU-hours that are used within some wall hours."""
@@ -143,8 +133,7 @@ class PaymentPlan:
 def payment_plan(price: Price, prices: Prices, taken_over_share: Number = 0.0) -> PaymentPlan:
     """Return the plan that a price's name means: `reserved-1y` a year, `capacity-block` whole days, `spot...` spot, anything else on demand.
 
-    Raises:
-        PlanError: the name of a reservation tells no time, or the list has no on-demand price of the same thing for what goes beyond it.
+    A reservation needs an on-demand price for what goes beyond it, and a time that its name tells; PlanError else.
     """
     offer = price.offer
     if offer.startswith('capacity-block'):  # nothing goes beyond it
@@ -245,7 +234,7 @@ class Bill:
 
 
 def make_bill(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Price) -> Bill:
-    """Return every row of the project at the price of a training GPU's hour, whose name says how it is paid (`interruptions.payment_plan`).
+    """Return every row of the project at the price of a training GPU's hour, whose name says how it is paid (`payment_plan`).
 
     Raises:
         BillError, PriceError, PlanError: more latents are assumed than images, a price is missing, or the run would never end.

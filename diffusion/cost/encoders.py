@@ -116,18 +116,12 @@ def rate_of_gpu(
 
 @dataclass(frozen=True)
 class PricedEncoder:
-    """One encoder: its rate, and the price of its hour.
+    """One encoder: its rate, and the price of its hour."""
 
-    Attributes:
-        gpu: by the names of prices.yaml; `CPU` without one.
-        price: of a unit; None: not known.
-        units: of that price in an hour, such as half a GPU-hour.
-    """
-
-    gpu: str
+    gpu: str  # by the names of prices.yaml; `CPU` without one
     rate: Rate | None
-    price: Price | None
-    units: float = 1.0
+    price: Price | None  # of a unit; None: not known
+    units: float = 1.0  # of that price in an hour, such as half a GPU-hour
 
 
 def priced_encoder(encoders: RayEncoders, cost: Cost, prices: Prices) -> tuple[str | None, Price | None, float]:

@@ -54,25 +54,16 @@ class EncoderCounts:
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of one recipe.
-
-    Attributes:
-        trained_parameters: all of the network's, or those of its adapter and of its text encoders' adapters.
-        flop: of the network's forward and backward pass over one sample.
-        saved_bytes, peak_bytes: activations of one sample (diffusion/families/counting/tracing.py).
-        latent_channels: of the network's input.
-        encoders: None where their architecture is not known without their weights.
-        num_in_matrices: parameters that the optimizer treats as matrices; 0 for AdamW.
-    """
+    """Counts of one recipe."""
 
     num_parameters: int
-    trained_parameters: int
-    flop: int
-    saved_bytes: int
-    peak_bytes: int
-    latent_channels: int
-    encoders: EncoderCounts | None
-    num_in_matrices: int = 0
+    trained_parameters: int  # all of the network's, or those of its adapter and of its text encoders' adapters
+    flop: int  # of the network's forward and backward pass over one sample
+    saved_bytes: int  # activations of one sample that are kept for its backward pass (diffusion/families/counting/tracing.py)
+    peak_bytes: int  # at the highest moment
+    latent_channels: int  # of the network's input
+    encoders: EncoderCounts | None  # None where their architecture is not known without their weights
+    num_in_matrices: int = 0  # parameters that the optimizer treats as matrices; 0 for AdamW
 
 
 def load_for_planning(path: str, overrides: Sequence[str]) -> AnyRecipe:
@@ -129,28 +120,18 @@ def num_shards(sharding: str, world_size: int, local_world_size: int) -> int:
 
 
 def state_bytes(
-    num_parameters: int,
-    sharding: str,
-    precision: str,
+    num_parameters: int,  # that are trained
+    sharding: str,  # the recipe's `train.sharding`
+    precision: str,  # and `train.precision`
     num_gpus: int,
     gpus_per_node: int = 8,
-    num_averages: int = 1,
-    accumulates: bool = False,
-    num_frozen: int = 0,
-    optimizer: OptimizerSettings | None = None,
-    num_in_matrices: int = 0,
+    num_averages: int = 1,  # of the weights, on the GPU
+    accumulates: bool = False,  # there are several micro-batches a step; FSDP2 keeps whole gradients until the last of them
+    num_frozen: int = 0,  # parameters of the network that an adapter belongs to, in the precision that they are computed with
+    optimizer: OptimizerSettings | None = None,  # settings that answer for it (`optimizer_of(recipe)`); None is AdamW
+    num_in_matrices: int = 0,  # of the trained ones, parameters that it treats as matrices
 ) -> dict[str, int]:
-    """Return what one GPU holds from step to step or for the length of one, apart from activations, by purpose.
-
-    Args:
-        num_parameters: that are trained.
-        sharding, precision: the recipe's `train.sharding` and `train.precision`.
-        num_averages: of the weights, on the GPU.
-        accumulates: there are several micro-batches a step; FSDP2 keeps whole gradients until the last of them.
-        num_frozen: parameters of the network that an adapter belongs to, in the precision that they are computed with.
-        optimizer: settings that answer for it (`optimizer_of(recipe)`); None is AdamW.
-        num_in_matrices: of the trained ones, parameters that it treats as matrices.
-    """
+    """Return what one GPU holds from step to step or for the length of one, apart from activations, by purpose."""
     shards = num_shards(sharding, num_gpus, min(num_gpus, gpus_per_node))
     share = -(-num_parameters // shards)
     # In bf16, and under zero2 and hsdp without `bf16` the gathered fp32 weights.
@@ -232,17 +213,12 @@ class EvaluationWork:
 
 @dataclass(frozen=True)
 class Facts:
-    """One recipe and the counts of its networks.
-
-    Attributes:
-        num_images: unique images; None for synthetic data, and where nothing is assumed of their size.
-        images_known: the manifests of the recipe's local data give their number.
-    """
+    """One recipe and the counts of its networks."""
 
     recipe: AnyRecipe
     counts: Counts
-    num_images: Number | None
-    images_known: bool = False
+    num_images: Number | None  # unique images; None for synthetic data, and where nothing is assumed of their size
+    images_known: bool = False  # the manifests of the recipe's local data give their number
 
     @property
     def name(self) -> str:

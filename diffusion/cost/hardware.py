@@ -65,13 +65,10 @@ def memory_gb(gpu: str) -> float:
 
 
 def gpu_name(device_name: str, names: Iterable[str] = MEMORY_GB) -> str | None:
-    """Return the name of a device such as `NVIDIA A100-SXM4-80GB` in a list of prices, here `a100-80gb`; None if the list has none.
+    """Return the name of a device such as `NVIDIA A100-SXM4-80GB` among the names of a list, here `a100-80gb`; None if the list has none.
 
     All words of the name are whole words of the device's, for `b200` is no `GB200`; of several such names the one with the most words. A slice of
     a GPU, `NVIDIA H200 MIG 3g.71gb`, is none of the list: its arithmetic, its memory and its price are others.
-
-    Args:
-        names: of the list; those whose memory is known if none are given.
     """
     device = _words(device_name)
     if 'mig' in device:
@@ -84,11 +81,7 @@ def _words(name: str) -> set[str]:
 
 
 def gpu_counts(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list, `8,16,24`; `8..256` and `8,16,...,256` double up to the last.
-
-    Raises:
-        ValueError: something else, or `..` before the first or up to a smaller number.
-    """
+    """Return the numbers of a list, `8,16,24`; `8..256` and `8,16,...,256` double up to the last; ValueError for anything else."""
     counts, doubling = list[int](), False
     for part in text.replace('...', '..').replace('..', ',..,').split(','):
         if part == '..':

@@ -78,29 +78,20 @@ class Price:
 
 @dataclass(frozen=True)
 class CostRow:
-    """One line of a plan or a bill: a quantity of something, at a price if it has one, and where the quantity is from.
-
-    Attributes:
-        quantity: a number or draws; None: nobody knows, and `formula` says why.
-        formula: in words and numbers, as people read it.
-        kind: of the source: measured, published, predicted, scaled, limited, given, counted or assumed.
-        recipe, num_gpus: what it is about, unless it is the whole plan.
-        is_surcharge: the price is a difference to another one, on what other rows have already.
-        fixed_dollars: of payments at several prices.
-    """
+    """One line of a plan or a bill: a quantity of something, at a price if it has one, and where the quantity is from."""
 
     group: str
     what: str
-    quantity: Number
+    quantity: Number  # a number or draws; None: nobody knows, and `formula` says why
     unit: str
     price: Price | None = None
-    formula: str = ''
+    formula: str = ''  # in words and numbers, as people read it
     source: str = ''
-    kind: str = ''
-    recipe: str = ''
-    num_gpus: int | None = None
-    is_surcharge: bool = False
-    fixed_dollars: Number = None
+    kind: str = ''  # of the source: measured, published, predicted, scaled, limited, given, counted or assumed
+    recipe: str = ''  # that it is about; empty: the whole plan
+    num_gpus: int | None = None  # that it is about; None: any number
+    is_surcharge: bool = False  # the price is a difference to another one, on what other rows have already
+    fixed_dollars: Number = None  # of payments at several prices
 
     @property
     def dollars(self) -> Number:
@@ -151,11 +142,7 @@ class PriceOptions(Arguments):
 
 
 def load_prices(path: Path | None = None, asked: Sequence[str] = ()) -> Prices:
-    """Read a file of prices, the shipped one if none is named, changed by what is NAME=DOLLARS of --price options.
-
-    Raises:
-        PriceError: the file or an override is not understood; all mistakes at once.
-    """
+    """Read a file of prices, the shipped one if none is named, changed by NAME=DOLLARS of --price options; PriceError has all mistakes."""
     path, prices, errors = DEFAULT if path is None else path, Prices(), list[str]()
     layers = file_layers(path, errors)
     if errors:

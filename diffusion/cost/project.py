@@ -86,11 +86,7 @@ class ProjectPlan:
 def column(
     recipes: Sequence[Facts], sources: Sequence[RateSource], cluster: Cluster, assumed: Assumptions, encoders: Sequence[PricedEncoder]
 ) -> Column:
-    """Plan the recipes on a cluster, with smaller micro-batches if need be, or say what is wrong with them there.
-
-    Raises:
-        RateError: a rate that no GPU can reach.
-    """
+    """Plan the recipes on a cluster, with smaller micro-batches if need be, or say what is wrong; RateError for a rate that no GPU can reach."""
     here, num_gpus, phases = [facts.on(cluster.num_gpus) for facts in recipes], cluster.num_gpus, []
     errors = tuple(
         f'{facts.name}: {error}' for facts in here for rule in RULES if applies(rule, type(facts.recipe)) for error in rule(facts.recipe, num_gpus)

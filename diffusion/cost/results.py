@@ -129,8 +129,7 @@ def read_results(paths: Sequence[Path]) -> Results:
 def gpus_per_node(results: Iterable[Result], otherwise: int = 8) -> int:
     """Infer the GPUs of a machine from rows of one series: those on several nodes fill each of them, one on a single node may leave most idle.
 
-    Args:
-        otherwise: where no row is of several nodes, unless one has more GPUs on a single one. On a CPU, where GPUs are processes, the most a row has.
+    Without a row of several nodes it is `otherwise`, or more if one has more on a single node; on a CPU (GPUs are processes) the most a row has.
     """
     results = list(results)
     sizes = [(size, result.count('num_nodes') or 1) for result in results if (size := result.count('gpus_per_node')) is not None]

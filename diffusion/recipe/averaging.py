@@ -18,14 +18,10 @@ class Profile:
     EDM2's (arXiv 2312.02696, section 3.1) never stops growing: the weights of batch t have a part of the average that is proportional to t ** gamma,
     so that its width is sigma_rel times the length of the run, however long that is. A half-life grows as min(half_life, RAMP x batches so far), as
     in EDM (arXiv 2206.00364; `ema_rampup_ratio` of its training loop): until it has grown that is the power function of gamma = ln 2 / RAMP - 1.
-
-    Args:
-        exponent: gamma + 1.
-        half_life: in batches, once it has grown.
     """
 
-    exponent: float
-    half_life: float = math.inf
+    exponent: float  # gamma + 1
+    half_life: float = math.inf  # in batches, once it has grown
 
     @classmethod
     def of_half_life(cls, half_life: float) -> Self:
@@ -48,10 +44,7 @@ class Profile:
         """Return the share (0..1) of the average after batch `since` that is still in it after batch `until`.
 
         It is integrated over the batches between, so that the interval between updates changes nothing. From one batch to the next, while the average
-        grows, it is EDM2's beta, (1 - 1 / t) ** (gamma + 1).
-
-        Args:
-            since, until: numbers of batches trained, since <= until.
+        grows, it is EDM2's beta, (1 - 1 / t) ** (gamma + 1). Batches are numbers of batches trained, since <= until.
         """
         if since <= 0:
             return 0.0

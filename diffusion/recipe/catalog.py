@@ -20,20 +20,13 @@ MIN_IMAGES = 16  # drawn for one score, in a run or by diffusion.evaluate; below
 
 @dataclass(frozen=True)
 class LoggerSpec:
-    """One of Composer's loggers.
+    """One of Composer's loggers."""
 
-    Args:
-        composer_class: its name in composer.loggers.
-        package: what it imports.
-        extra: of setup.py, which installs that; None: it comes with the rest.
-        has_projects: it needs `log.project`.
-        arguments: of its constructor, from the recipe, its run folder, and an id that stays the same however often the run resumes.
-    """
-
-    composer_class: str
-    package: str
-    extra: str | None
-    has_projects: bool
+    composer_class: str  # its name in composer.loggers
+    package: str  # what it imports
+    extra: str | None  # of setup.py, which installs that; None: it comes with the rest
+    has_projects: bool  # it needs `log.project`
+    # Arguments of its constructor, from the recipe, its run folder, and an id that stays the same however often the run resumes.
     arguments: Callable[[AnyRecipe, Path, str], dict[str, Any]]
 
 
@@ -88,17 +81,11 @@ def loggers_are_there(recipe: AnyRecipe, _: int) -> list[str]:
 
 @dataclass(frozen=True)
 class MetricRequirements:
-    """Inputs that a metric compares.
+    """Inputs that a metric compares."""
 
-    Attributes:
-        network: whose features it takes, unless the recipe names another one; none of EMBEDS_CAPTIONS: it takes no other.
-        captions: it compares images with their captions, and needs a network that embeds both.
-        real: it compares drawn with real images.
-    """
-
-    network: str
-    captions: bool = False
-    real: bool = True
+    network: str  # whose features it takes, unless the recipe names another one; none of EMBEDS_CAPTIONS: it takes no other
+    captions: bool = False  # it compares images with their captions, and needs a network that embeds both
+    real: bool = True  # it compares drawn with real images
 
 
 METRICS = {

@@ -57,24 +57,15 @@ class Duration(str):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """Meaning and limits of a key.
+    """Meaning and limits of a key."""
 
-    Args:
-        doc: meaning and unit, in one or two sentences; empty where they are the string below the field (`meaning` returns either).
-        low, high: limits of a number, of each number of a list, or of a duration's number; both are allowed values.
-        units: that a duration may have, keys of UNITS; a duration's key names at least one.
-        may_change: whether a resumed run may have another value; of a section: of all keys in it.
-        remedy: what to write instead of a value that is missing or wrong.
-        whole: of a dictionary of names: a file that states it replaces what its base says there; `key.name=value` still changes one entry.
-    """
-
-    doc: str = ''
-    low: float = -math.inf
-    high: float = math.inf
-    units: tuple[str, ...] = ()
-    may_change: bool = False
-    remedy: str = ''
-    whole: bool = False
+    doc: str = ''  # meaning and unit, in one or two sentences; empty where they are the string below the field (`meaning` returns either)
+    low: float = -math.inf  # least allowed value: of a number, of each number of a list, or of a duration's number
+    high: float = math.inf  # largest allowed value
+    units: tuple[str, ...] = ()  # that a duration may have, keys of UNITS; a duration's key names at least one
+    may_change: bool = False  # whether a resumed run may have another value; of a section: of all keys in it
+    remedy: str = ''  # what to write instead of a value that is missing or wrong
+    whole: bool = False  # of a dictionary of names: a file that states it replaces what its base says there; `key.name=value` still changes one entry
 
     @property
     def limits(self) -> str:
@@ -197,11 +188,7 @@ def options(hint: Any) -> tuple[Any, ...]:
 
 
 def known_paths(section: Any, name: str = 'NAME', above: Keys = ()) -> Iterator[Keys]:
-    """Yield every path that the schema declares, sections included.
-
-    Args:
-        name: stands for the names that a file chooses, such as those of its streams.
-    """
+    """Yield every path that the schema declares, sections included; `name` stands for the names that a file chooses, such as those of its streams."""
     for field_name, hint in hints_of(section).items():
         path = (*above, field_name)
         yield path

@@ -118,11 +118,7 @@ def _merged(
 
 
 def num_processes() -> int:
-    """Return how many processes train together, as the launcher says.
-
-    Raises:
-        RecipeError: WORLD_SIZE is not a number.
-    """
+    """Return how many processes train together, as the launcher says; RecipeError if WORLD_SIZE is not a number."""
     world_size = os.environ.get('WORLD_SIZE', '1')
     if not world_size.isdigit():
         raise RecipeError('environment', [f"WORLD_SIZE: '{world_size}' is not a number of processes"])

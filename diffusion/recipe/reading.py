@@ -74,11 +74,7 @@ PlainSafeLoader.add_implicit_resolver('tag:yaml.org,2002:float', _EXPONENT, list
 
 
 def read_yaml(text: str) -> Any:
-    """Parse YAML into plain data.
-
-    Raises:
-        yaml.YAMLError: it is not YAML, or not of the kind above.
-    """
+    """Parse YAML into plain data; raise yaml.YAMLError if it is not YAML, or not of the kind above."""
     try:
         return yaml.load(text, Loader=PlainSafeLoader)  # noqa: S506 - a subclass of the safe one
     except ValueError as error:
@@ -96,11 +92,7 @@ def yaml_problem(error: yaml.YAMLError) -> str:
 
 
 def file_layers(path: Path, errors: list[str], above: tuple[str, ...] = ()) -> list[Layer]:
-    """Read a file and those that it is based on, the most basic first.
-
-    Args:
-        above: the real paths of the files by way of which this one is read.
-    """
+    """Read a file and those that it is based on, the most basic first; `above` are the real paths of the files by way of which it is read."""
     name, layers = str(path)[:1000], list[Layer]()
     try:
         text = read_regular(path, MAX_BYTES).decode()

@@ -20,13 +20,9 @@ def plain_name(metric: str) -> str:
 
 
 class Technique:
-    """A section that is null where the technique is off.
+    """A section that is null where the technique is off."""
 
-    Attributes:
-        conflicts: rows of conflicts.py: settings that it cannot be combined with, and the error.
-    """
-
-    conflicts: ClassVar[Mapping[str, str]] = {}
+    conflicts: ClassVar[Mapping[str, str]] = {}  # rows of conflicts.py: settings that it cannot be combined with, and the error
 
     def contradictions(self, recipe: Any) -> list[str]:
         """List what else it contradicts in the recipe, where something is computed: value, limit and remedy."""
@@ -46,18 +42,12 @@ class MethodSettings(Technique):
 
 
 class OptimizerSettings(Technique):
-    """Attributes:
-    trains_matrices: it treats matrices inside the network's blocks (`Family.matrices`) by themselves, so that they have to be counted.
-    """
+    """An optimizer, which diffusion/training/optimizers.py builds."""
 
-    trains_matrices: ClassVar[bool] = False
+    trains_matrices: ClassVar[bool] = False  # it treats matrices inside the network's blocks (`Family.matrices`) apart: they have to be counted
 
     def state_bytes(self, num_parameters: int, num_in_matrices: int) -> int:
-        """Return the bytes that it keeps from step to step, on a GPU and in checkpoints.
-
-        Args:
-            num_in_matrices: of the parameters, those of such matrices; 0 unless it `trains_matrices`.
-        """
+        """Return the bytes that it keeps from step to step, on a GPU and in checkpoints; `num_in_matrices` is 0 unless it `trains_matrices`."""
         raise NotImplementedError
 
     def summary(self, num_parameters: int, num_in_matrices: int) -> str:
