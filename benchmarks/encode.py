@@ -179,7 +179,7 @@ def stages(source: Path, dest: Path, encoders: str, resolution: int, batch: int)
                 done = time.perf_counter()
                 with PartsWriting(work) as writing:
                     for batch, moments in zip(batches, encoded, strict=True):
-                        writing.submit(shard, work.write, batch, moments, {})
+                        writing.submit(shard, work.write, batch, (moments, {}))
                     writing.submit(shard, writing.end, end)
                     writing.finish()
                     yield from writing.committed()

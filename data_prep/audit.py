@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import PositiveInt
 
-from data_prep.mds.command import exit_code, host_processes
+from data_prep.engines.command import exit_code, host_processes
 from diffusion.common.command_line import Arguments, option, positional
 from diffusion.common.text import print_message, print_page
 from diffusion.contracts.errors import BAD_INPUT, DataError, IncompleteError

@@ -21,8 +21,7 @@ from pydantic import AfterValidator, BeforeValidator, PositiveFloat, PositiveInt
 from data_prep.converting.buckets import Buckets
 from data_prep.converting.buckets import buckets as read_buckets
 from data_prep.converting.filters import LAION_COLUMNS, Condition, Options, condition, laion_condition
-from data_prep.engines.options import EngineRequest
-from data_prep.mds.command import EXIT_CODES
+from data_prep.engines.command import EXIT_CODES, EngineRequest
 from diffusion.common.command_line import Names, option, positional
 
 FILTERS = 'filters, each counted by its reason'

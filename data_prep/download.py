@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from data_prep.crawling.addresses import network
-from data_prep.mds.command import EXIT_CODES, SharedRequest, run_command
+from data_prep.engines.command import EXIT_CODES, SharedRequest, run_command
 from data_prep.mds.job import Tally
 from diffusion.common.command_line import option, positional
 

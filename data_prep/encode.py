@@ -21,9 +21,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, PositiveInt, model_validator
 
+from data_prep.engines.command import EXIT_CODES, ModelEngineRequest
 from data_prep.engines.engine import Engine
-from data_prep.engines.options import ModelEngineRequest
-from data_prep.mds.command import EXIT_CODES
 from data_prep.mds.job import Tally
 from data_prep.sources.mds import find_images
 from diffusion.common.command_line import option, positional

@@ -19,7 +19,7 @@ from pathlib import Path
 if sys.path[:1] == [str(Path(__file__).resolve().parent)]:  # started as a file: in front of all packages would be this project's rooms
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_prep.mds.command import exit_code
+from data_prep.engines.command import exit_code
 from diffusion.common.processes import quick_imports
 from diffusion.common.text import print_page
 from diffusion.evaluation.job.request import ComparisonRequest, EvaluationRequest

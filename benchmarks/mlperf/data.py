@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from benchmarks.mlperf.log import EVAL_SAMPLES
-from data_prep.mds.command import EXIT_CODES, DatasetRequest, exit_code, run_command
+from data_prep.engines.command import EXIT_CODES, DatasetRequest, exit_code, run_command
 from data_prep.mds.job import Tally
 from diffusion.common.command_line import CommandParser
 from diffusion.common.files import write_text

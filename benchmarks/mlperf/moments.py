@@ -13,8 +13,7 @@ import numpy as np
 from data_prep.engines.engine import count_row, map_parts
 from data_prep.mds.dataset import Columns, Dataset, PartWriter
 from data_prep.mds.job import ALONE, Job, Share, Tally
-from data_prep.sources.base import Part, captions_of, readable
-from data_prep.sources.folder import open_source
+from data_prep.sources.base import Part, captions_of, open_source, readable
 from diffusion.common.storage import Folder, fingerprint, open_folder
 from diffusion.contracts.errors import DataError
 from diffusion.encoders.frozen import Vae

@@ -17,7 +17,7 @@ from data_prep.engines.batches import BatchWork, ImageBatch, PartEnd
 from data_prep.engines.engine import IN_THIS_PROCESS, Engine, LocalEngine
 from data_prep.mds.dataset import Columns, Dataset, PartWriter
 from data_prep.mds.job import ALONE, Share, Tally
-from data_prep.sources.folder import open_source
+from data_prep.sources.base import open_source
 from data_prep.sources.mds import find_images
 from diffusion.common.storage import Folder, open_folder, write
 from diffusion.contracts.errors import DataError, EncoderError
@@ -129,7 +129,7 @@ class EncodeWork(BatchWork):
     def compute(self, batch: ImageBatch) -> tuple[Tensor, dict[str, Tensor]]:
         return self.encoders.encode(batch)
 
-    def write(self, writer: PartWriter, batch: ImageBatch, *computed: Any) -> None:
+    def write(self, writer: PartWriter, batch: ImageBatch, computed: tuple[Tensor, dict[str, Tensor]]) -> None:
         moments, embeddings = computed[0].cpu().numpy(), {column: encoded.cpu().numpy() for column, encoded in computed[1].items()}
         for i, row in enumerate(batch.rows):
             if not np.isfinite(moments[i]).all():

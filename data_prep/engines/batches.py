@@ -102,11 +102,11 @@ class BatchWork(StreamedWork[Shard, Message, Tally]):
         """Read a shard: its batches, and the PartEnd."""
 
     @abstractmethod
-    def compute(self, batch: ImageBatch) -> tuple[Any, ...]:
+    def compute(self, batch: ImageBatch) -> Any:
         """Compute a batch on the device; what comes back may not be done yet."""
 
     @abstractmethod
-    def write(self, writer: PartWriter, batch: ImageBatch, *computed: Any) -> None:
+    def write(self, writer: PartWriter, batch: ImageBatch, computed: Any) -> None:
         """Write what was computed of a batch."""
 
     def count(self, item: Shard, result: Tally) -> int:
@@ -170,7 +170,7 @@ class BatchWork(StreamedWork[Shard, Message, Tally]):
                     writing.submit(message.part, writing.end, message)
                 else:
                     try:
-                        writing.submit(message.part, self.write, message, *self.compute(message))
+                        writing.submit(message.part, self.write, message, self.compute(message))
                     except torch.cuda.OutOfMemoryError as error:
                         less = f'try {max(1, self.batch_size // 2)}, in another DEST if this one has parts: their bits depend on it'
                         raise DataError(f'the GPU has too little memory for --batch-size {self.batch_size}: {error}; {less}') from error

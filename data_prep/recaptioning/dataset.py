@@ -16,7 +16,7 @@ from data_prep.engines.engine import IN_THIS_PROCESS, Engine, LocalEngine
 from data_prep.mds.dataset import Columns, Dataset, PartWriter
 from data_prep.mds.job import ALONE, Share, Tally
 from data_prep.recaptioning.captioner import Caption, Captioner, Generation
-from data_prep.sources.folder import open_source
+from data_prep.sources.base import open_source
 from data_prep.sources.mds import find_images
 from diffusion.common.storage import open_folder
 from diffusion.common.text import first_line
@@ -132,12 +132,12 @@ class RecaptionWork(BatchWork):
             return False
         return True
 
-    def compute(self, batch: ImageBatch) -> tuple[list[list[Caption]]]:
-        return (self.captioner.captions(batch.inputs, [row['key'] for row in batch.rows]),)
+    def compute(self, batch: ImageBatch) -> list[list[Caption]]:
+        return self.captioner.captions(batch.inputs, [row['key'] for row in batch.rows])
 
-    def write(self, writer: PartWriter, batch: ImageBatch, *computed: Any) -> None:
+    def write(self, writer: PartWriter, batch: ImageBatch, computed: list[list[Caption]]) -> None:
         choice = self.choice
-        for row, written in zip(batch.rows, computed[0], strict=True):
+        for row, written in zip(batch.rows, computed, strict=True):
             usable = [caption for caption in written if not choice.fault(caption.text)]
             faults = dict.fromkeys(fault for caption in written if (fault := choice.fault(caption.text)))
             if not usable and choice.replaces:

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from data_prep.sources.base import Source, SourceOptions
-from data_prep.sources.folder import FOLDER_OUTSIDE, REMEDY, open_source
+from data_prep.sources.base import FOLDER_OUTSIDE, LINK_REMEDY, Source, SourceOptions, open_source
 from data_prep.sources.image_folder import CocoCaptions, ImageFolder
 from data_prep.sources.img2dataset import Img2datasetParquet, Img2datasetWebdataset
 from data_prep.sources.mds import AnyMDS, ImageMDS
@@ -50,7 +49,7 @@ def find_source(
                 raise DataError(f'{where}: {name} has captions of its own; one caption for all is for a folder of images')
             outside = [] if reader.counts_links else [path for path, stat in files.items() if stat.refused == FOLDER_OUTSIDE]
             if outside:
-                raise DataError(f'{where}/{outside[0]}: is {FOLDER_OUTSIDE}; {REMEDY}')
+                raise DataError(f'{where}/{outside[0]}: is {FOLDER_OUTSIDE}; {LINK_REMEDY}')
             return name, reader
     known = [name for name, source in SOURCES.items() if source.takes_columns or not asked.columns]
     raise DataError(f'{where}: none of the formats that can be read{" with --columns" if asked.columns else ""} ({", ".join(known)}) is here')

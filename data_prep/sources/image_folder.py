@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from data_prep.sources.base import (
     CAPTION_COLUMNS,
+    FOLDER_OUTSIDE,
     IMAGE_SUFFIXES,
     LISTS,
     SPLITS,
@@ -26,7 +27,6 @@ from data_prep.sources.base import (
     split_of,
     text,
 )
-from data_prep.sources.folder import FOLDER_OUTSIDE
 from data_prep.sources.parquet import parquet_rows
 from diffusion.common.files import parse_json
 from diffusion.common.storage import Folder, Stat

@@ -8,8 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from data_prep.mds.job import JOB_NAME
-from data_prep.sources.base import Part, Row, Source, SourceOptions
-from data_prep.sources.folder import REMEDY
+from data_prep.sources.base import LINK_REMEDY, Part, Row, Source, SourceOptions
 from diffusion.common.storage import Folder, Stat
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
@@ -54,7 +53,7 @@ class ImageMDS(Source):
                 raise DataError(f'{folder.url}: is a dataset that was begun and is not finished; run the command that began it again')
             return None
         if files[MANIFEST_NAME].refused:
-            raise DataError(f'{folder.url}/{MANIFEST_NAME}: is {files[MANIFEST_NAME].refused}; {REMEDY}')
+            raise DataError(f'{folder.url}/{MANIFEST_NAME}: is {files[MANIFEST_NAME].refused}; {LINK_REMEDY}')
         manifest = Manifest.read(folder.url)
         if manifest.kind != 'images':
             raise DataError(f'{folder.url}: manifest kind is {manifest.kind}; this reads a dataset of images')

@@ -14,7 +14,7 @@ import pytest
 from data_prep.converting.conversion import Options, convert
 from data_prep.converting.filters import condition
 from data_prep.encoding.dataset import encode
-from data_prep.mds import command
+from data_prep.engines import command
 from data_prep.mds.job import Share
 from diffusion.common.processes import shared_memory_is_full
 from diffusion.common.storage import open_folder

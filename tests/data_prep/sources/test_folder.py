@@ -13,7 +13,7 @@ import pytest
 
 from data_prep.converting.conversion import Options, convert
 from data_prep.encoding.dataset import encode
-from data_prep.sources.folder import open_source
+from data_prep.sources.base import open_source
 from diffusion.common.storage import StorageRefusal, open_folder
 from diffusion.contracts.errors import DataError
 from diffusion.recipe.schema import EncoderSource
@@ -216,7 +216,7 @@ def test_a_file_that_grows_while_it_is_read(tmp_path, monkeypatch):
             put(tmp_path / 's', 'x.jpg', jpeg(300, 300))
         return fetch(self, name, scratch)
 
-    monkeypatch.setattr('data_prep.sources.folder.SourceFolder.fetch', growing)
+    monkeypatch.setattr('data_prep.sources.base.SourceFolder.fetch', growing)
     assert convert(tmp_path / 's', tmp_path / 'out').dropped == {'over 64 MB': 1}
 
 

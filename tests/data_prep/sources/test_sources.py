@@ -132,6 +132,13 @@ def files_in(folder):
 
 
 @pytest.mark.parametrize('write', WRITERS, ids=lambda write: write.__name__)
+def test_every_part_names_a_file_of_it(write, tmp_path):
+    """Engines on other machines look for it there before they begin."""
+    _, source = find_source(str(write(tmp_path / 'source')))
+    assert all((tmp_path / 'source' / part.path).is_file() for part in source.parts())
+
+
+@pytest.mark.parametrize('write', WRITERS, ids=lambda write: write.__name__)
 def test_every_source_gives_the_same_samples_and_is_not_touched(write, tmp_path):
     source = write(tmp_path / 'source')
     before = files_in(source)
