@@ -157,7 +157,8 @@ def measure(way: EngineSetup, source: Path, dest: Path, encoders: str, resolutio
 
 def stages(source: Path, dest: Path, encoders: str, resolution: int, batch: int) -> dict[str, float]:
     """Images/s of each stage by itself: reading with decoding and resizing, encoding, writing. It is the command's own work, one part at a time."""
-    from data_prep.encoding.dataset import EncodeWork, Pixels, encode
+    from data_prep.encoding.dataset import EncodeWork, encode
+    from data_prep.engines.batches import ImageBatch, PartsWriting
     from data_prep.engines.engine import Engine
     from diffusion.recipe.schema import EncoderSource
 
@@ -173,13 +174,13 @@ def stages(source: Path, dest: Path, encoders: str, resolution: int, batch: int)
                 begun = time.perf_counter()
                 messages = list(work.messages(shard))
                 decoded = time.perf_counter()
-                batches, end = [message for message in messages if isinstance(message, Pixels)], messages[-1]
+                batches, end = [message for message in messages if isinstance(message, ImageBatch)], messages[-1]
                 encoded = [work.encoders.encode(batch)[0].cpu() for batch in batches]  # without .cpu() a GPU would not be done
                 done = time.perf_counter()
-                with work.writing() as writing:
+                with PartsWriting(work) as writing:
                     for batch, moments in zip(batches, encoded, strict=True):
-                        writing.submit(writing.write, batch, moments, {})
-                    writing.submit(writing.end, end)
+                        writing.submit(shard, work.write, batch, moments, {})
+                    writing.submit(shard, writing.end, end)
                     writing.finish()
                     yield from writing.committed()
                 written = time.perf_counter()

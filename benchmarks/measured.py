@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from diffusion.common.arguments import CommandParser
+from diffusion.common.command_line import CommandParser
 from diffusion.common.environment import environment as environment_record
 from diffusion.common.files import open_to_append, try_lock
 from diffusion.common.text import markdown_table, print_page

@@ -1,6 +1,6 @@
 """Published tables of throughput and cost, worked out again: the cells of published.yaml, evaluated.
 
-Only what the sources print is written down there; the rest is computed by named functions from rates (diffusion/cost/published.py) and numbers.
+Only what the sources print is written down there; the rest is computed by named functions from rates (diffusion/cost/throughput.py) and numbers.
 """
 
 import math
@@ -17,12 +17,27 @@ from benchmarks.reporting.series import Bar, ScalingSeries, TrainingWork
 from diffusion.cost.encoders import first_cheaper_epoch, num_that_keep_up, rate_with
 from diffusion.cost.formulas import HOURS_PER_DAY, ONLINE_FACTOR, SD2_BASE, SEC_PER_HOUR, hours
 from diffusion.cost.hardware import PEAK_FLOPS
-from diffusion.cost.published import ANYSCALE_ENCODING, PUBLISHED, PublishedThroughput
 from diffusion.cost.scaling import PredictedRate, ScalingPoint, fit
+from diffusion.cost.throughput import ANYSCALE_ENCODING, PUBLISHED, PublishedThroughput
 
 FILE = Path(__file__).with_name('published.yaml')
 FLOAT_ERROR = 1e-9  # relative: two orders of the same operations
 HEARTBEAT_SEC = 30  # SaladCloud
+
+# In words, for reports; docs/cost.md has the same.
+FORMULAS = {
+    'F1': 'hours of a phase = samples / (images/s of all GPUs) / 3600',
+    'F2': 'days = the sum of hours / 24',
+    'F3': 'GPU-hours = hours x GPUs',
+    'F4': 'dollars = GPU-hours x price of a GPU-hour',
+    'F5': 'dollars of machines of several kinds = hours x (count x price of each kind, added up) + what is paid once',
+    'F6': f'latents: training + encoding once + storing them; encoding in every step instead: training x {ONLINE_FACTOR:g}',
+    'F7': 'hours billed by heartbeats = heartbeats x seconds between two / 3600',
+    'F8': 'dollars or seconds of a step = those of the job / steps',
+    'F9': 'gradient accumulation = global batch / (GPUs x micro-batch)',
+    'F10': 'discounted price = price x (1 - share saved)',
+    'F11': 'what a comparison is made with = value / (times of it), or value / (1 + change as a share)',
+}
 
 # Why a cell does not reproduce, by `differs`.
 REASONS = {
@@ -52,7 +67,7 @@ def _predicted(table: str, resolution: int, most: int, num_gpus: int) -> Predict
     return fit([point for point in _points(_rows(table), resolution) if point.num_gpus <= most]).predict(num_gpus, 2048)
 
 
-# By name in published.yaml. Formulas as diffusion/cost/formulas.py numbers them; gradient accumulation (F9) and others are divisions.
+# By name in published.yaml. Formulas as FORMULAS numbers them; gradient accumulation (F9) and others are divisions.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     'times': lambda *factors: math.prod(factors),
     'over': lambda value, *divisors: value / math.prod(divisors),
@@ -115,7 +130,7 @@ class Cell:
 
     Attributes:
         published: as printed; None where the source prints nothing, and ours is derived.
-        formula: names of diffusion/cost/formulas.py's FORMULAS, `scaling`, or in words.
+        formula: names of FORMULAS, `scaling`, or in words.
         shown: the format of both numbers.
         tolerance: relative difference up to which the cell reproduces; 0: exactly, after the source's own rounding.
         differs: why the cell is known not to reproduce; it is then our mistake if it does.

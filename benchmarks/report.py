@@ -16,19 +16,19 @@ Prints the report and writes report.md, PNGs and one self-contained report.html 
 Exit codes: 0 done; 1 a published cell does not come out as recorded; 2 the input is wrong. docs/cost.md explains what is printed.
 """
 
-from __future__ import annotations
-
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from diffusion.common.arguments import CommandParser, add_prices, gpu_counts, positive_float
+from pydantic import BeforeValidator
+
+from diffusion.common.command_line import option, positional
 from diffusion.common.text import did_you_mean, print_page
-from diffusion.contracts.errors import BAD_INPUT, InputError, run_command
+from diffusion.contracts.errors import InputError, run_command
 from diffusion.cost.formulas import Phase
-from diffusion.cost.prices import PriceError, Prices, asked_price, load_prices, price_of_gpu
+from diffusion.cost.hardware import GpuCounts
+from diffusion.cost.prices import PriceError, PriceOptions, Prices, asked_price, load_prices, price_of_gpu
 from diffusion.cost.results import Result, read_results
 
 if TYPE_CHECKING:  # draws with Matplotlib, and is imported after the arguments are read
@@ -37,44 +37,36 @@ if TYPE_CHECKING:  # draws with Matplotlib, and is imported after the arguments 
 NOT_REPRODUCED = 1
 
 
-def samples(text: str) -> dict[int | None, int]:
-    """Parse samples by resolution (an argparse type) in pixels, `256=1.1264e9,512=1.7408e9`; without one, `204.8e6`, that of the rows (None).
-
-    Raises:
-        argparse.ArgumentTypeError: something else.
-    """
+def _split_samples(text: str) -> dict[int | None, int]:
+    """Return samples by resolution in pixels, `256=1.1264e9,512=1.7408e9`; without one, `204.8e6`, that of the rows (None)."""
     amounts: dict[int | None, int] = {}
     for part in text.split(','):
         px, _, amount = part.rpartition('=')
-        number = positive_float(amount)
-        if number != int(number) or ('=' in part and not px.isdigit()) or (len(amounts) > 0 and (not px or None in amounts)):
-            raise argparse.ArgumentTypeError(f"'{text}' is no number of samples; write 204.8e6, or by resolution 256=1.1264e9,512=1.7408e9")
+        try:
+            number = float(amount)
+        except ValueError:
+            number = 0.0
+        is_count = 0 < number < float('inf') and number == int(number)
+        if not is_count or ('=' in part and not px.isdigit()) or (len(amounts) > 0 and (not px or None in amounts)):
+            raise ValueError('is no number of samples; write 204.8e6, or by resolution 256=1.1264e9,512=1.7408e9')
         resolution = int(px) if px else None
         if resolution in amounts:
-            raise argparse.ArgumentTypeError(f"'{text}' has {resolution} px twice")
+            raise ValueError(f'has {resolution} px twice')
         amounts[resolution] = int(number)
     return amounts
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = CommandParser('benchmarks.report', __doc__)
-    parser.add_argument('results', nargs='*', type=Path, metavar='RESULTS.jsonl')
-    parser.add_argument('--published', metavar='NAME', help='a published table instead, such as anyscale-table-4, or all; another name lists them')
-    parser.add_argument('--out', type=Path, metavar='FOLDER', help='where to write report.md, report.html and the figures')
-    parser.add_argument(
-        '--samples', type=samples, metavar='N', help='samples to train (steps x global batch), such as 204.8e6; '
-        'of several resolutions 256=1.1264e9,512=1.7408e9',
-    )  # fmt: skip
-    parser.add_argument(
-        '--gpus',
-        type=gpu_counts,
-        default=[],
-        metavar='N,N',
-        help='GPUs to predict; 64..256 doubles (default: twice and four times the most measured)',
+class ThroughputReportRequest(PriceOptions):
+    """Result files or a published table, and what to predict."""
+
+    results: list[Path] = positional('RESULTS.jsonl', default=[])
+    published: str | None = option(None, 'a published table instead, such as anyscale-table-4, or all; another name lists them', 'NAME')
+    out: Path | None = option(None, 'where to write report.md, report.html and the figures', 'FOLDER')
+    samples: Annotated[dict[int | None, int] | None, BeforeValidator(_split_samples)] = option(
+        None, 'samples to train (steps x global batch), such as 204.8e6; of several resolutions 256=1.1264e9,512=1.7408e9', 'N'
     )
-    parser.add_argument('--gpu', metavar='NAME', help="whose price, as in the list of prices (default: by the device's name)")
-    add_prices(parser)
-    return parser
+    gpus: GpuCounts = option((), 'GPUs to predict; 64..256 doubles (default: twice and four times the most measured)', 'N,N')
+    gpu: str | None = option(None, "whose price, as in the list of prices (default: by the device's name)", 'NAME')
 
 
 def phases_of(amounts: dict[int | None, int], rows: Sequence[Result]) -> list[Phase]:
@@ -106,47 +98,48 @@ def with_asked(prices: Prices, texts: Sequence[str], gpus: Sequence[str]) -> Pri
         raise PriceError(f'--price {bare[0]}: for which GPU? {which}; write --price gpu_hour.NAME.on-demand=DOLLARS')
     for gpu in gpus:
         price = asked_price(texts, gpu, prices)
-        prices = prices if price is None else prices.preferring(price)
+        if price is not None:
+            prices = Prices({price.name: price} | {name: other for name, other in prices.items() if name != price.name})
     return prices
 
 
-def report_on_tables(args: argparse.Namespace, prices: Prices) -> int:
+def report_on_tables(request: ThroughputReportRequest, prices: Prices) -> int:
     """Report on one published table, or on all."""
     from benchmarks.published import published_tables
     from benchmarks.reporting.published_report import published_report
 
-    name, every = args.published, published_tables()
+    name, every = request.published or '', published_tables()
     if name != 'all' and name not in every:
         hint = did_you_mean(name, [*every, 'all'], cutoff=0.3)
         raise InputError(f"--published: there is no table '{name}'{hint} There are {', '.join(every)}, and all")
-    if args.gpu is not None or args.samples is not None:
-        raise InputError(f'{"--gpu" if args.gpu is not None else "--samples"} is for result files: a published table has its own')
+    if request.gpu is not None or request.samples is not None:
+        raise InputError(f'{"--gpu" if request.gpu is not None else "--samples"} is for result files: a published table has its own')
     tables = list(every.values()) if name == 'all' else [every[name]]
-    prices = with_asked(prices, args.price, list(dict.fromkeys(table.run[0].gpu for table in tables if table.run)))
-    report = published_report(tables, args.gpus or [256], prices)
-    deliver(report, args.out or Path('runs/reports') / name)
+    prices = with_asked(prices, request.price, list(dict.fromkeys(table.run[0].gpu for table in tables if table.run)))
+    report = published_report(tables, request.gpus or [256], prices)
+    deliver(report, request.out or Path('runs/reports') / name)
     broken = [f'{table.name}: {cell.row}, {cell.column}: {cell.verdict}' for table in tables for cell in table.broken]
     print('\n'.join(broken), end='\n' if broken else '', file=sys.stderr)
     return NOT_REPRODUCED if broken else 0
 
 
-def report_on_files(args: argparse.Namespace, prices: Prices) -> int:
+def report_on_files(request: ThroughputReportRequest, prices: Prices) -> int:
     """Report on result files."""
     from benchmarks.published import published_tables
     from benchmarks.reporting.measured_report import gpus_of, measured_report
 
-    results = read_results(args.results)
-    phases = None if args.samples is None else phases_of(args.samples, results.throughput)
-    prices = with_asked(prices, args.price, [args.gpu] if args.gpu is not None else gpus_of(results.throughput, prices))
-    if args.gpu is not None:
-        price_of_gpu(args.gpu, prices, 'give one with --price DOLLARS')
+    results = read_results(request.results)
+    phases = None if request.samples is None else phases_of(request.samples, results.throughput)
+    prices = with_asked(prices, request.price, [request.gpu] if request.gpu is not None else gpus_of(results.throughput, prices))
+    if request.gpu is not None:
+        price_of_gpu(request.gpu, prices, 'give one with --price DOLLARS')
     series = [one for table in published_tables().values() for one in table.series]
-    names = ', '.join(path.name for path in args.results)
-    deliver(measured_report(results, names, prices, args.gpus, args.gpu, series, phases), args.out or args.results[0].parent)
+    names = ', '.join(path.name for path in request.results)
+    deliver(measured_report(results, names, prices, request.gpus, request.gpu, series, phases), request.out or request.results[0].parent)
     return 0
 
 
-def deliver(report: Report, folder: Path) -> None:
+def deliver(report: 'Report', folder: Path) -> None:
     """Print it and write its files.
 
     Raises:
@@ -160,13 +153,17 @@ def deliver(report: Report, folder: Path) -> None:
     print_page('\n'.join(f'wrote {path}' for path in paths))
 
 
+def report_on(request: ThroughputReportRequest) -> int:
+    """Report on result files or on a published table, whichever is named."""
+    if bool(request.results) == (request.published is not None):
+        raise InputError('name result files (RESULTS.jsonl ...) or a published table (--published NAME), one of the two')
+    prices = load_prices(request.prices, request.price)
+    return report_on_files(request, prices) if request.published is None else report_on_tables(request, prices)
+
+
 def main() -> int:
-    args = parser().parse_args()
-    if bool(args.results) == (args.published is not None):
-        print('name result files (RESULTS.jsonl ...) or a published table (--published NAME), one of the two', file=sys.stderr)
-        return BAD_INPUT
-    report_on = report_on_files if args.published is None else report_on_tables
-    return run_command(lambda: report_on(args, load_prices(args.prices, args.price)))
+    request = ThroughputReportRequest.parse('benchmarks.report', __doc__)
+    return run_command(lambda: report_on(request))
 
 
 if __name__ == '__main__':

@@ -38,12 +38,12 @@ from benchmarks.sweeping.launching import fill, missing_program, run
 from benchmarks.sweeping.loading import load_sweep
 from benchmarks.sweeping.measuring import numbers, rate, windows_in
 from benchmarks.sweeping.rows import CRASHED, STATUSES, RowsFile, row_of, rows_in, verdict
-from benchmarks.sweeping.sweep import ON_CPU, Point, Sweep, ends_of_epochs, unknown_hardware
+from benchmarks.sweeping.sweep import ON_CPU, Point, Sweep, ends_of_epochs, label, unknown_hardware
 from diffusion.common import belongings
 from diffusion.common.files import keep_private, parse_json_object, replacing_folder
 from diffusion.common.text import counted, print_page
 from diffusion.contracts.errors import BAD_INPUT, INTERRUPTED, InputError
-from diffusion.cost.results import RATED, label
+from diffusion.cost.results import RATED
 from diffusion.recipe import RecipeError
 
 TRAIN = str(Path(__file__).parents[1] / 'train.py')

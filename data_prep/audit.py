@@ -38,19 +38,6 @@ class AuditRequest(Arguments):
     processes: PositiveInt | None = option(None, 'worker processes on this host (default: its cores)', 'N')
 
 
-def report_path(where: str, chosen: Path | None) -> Path:
-    """Return the path of the report.
-
-    Raises:
-        DataError: it cannot be written there.
-    """
-    remote = '://' in where
-    path = chosen or (Path(f'audit-{where.rstrip("/").rpartition("/")[2]}.html') if remote else Path(where) / 'report.html')
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise DataError(f'{path}: no file can be written there; name another place for the report with --report FILE')
-    return path
-
-
 def main() -> int:
     args = AuditRequest.parse('data_prep.audit', __doc__, EXIT_CODES)
     return exit_code(args.dataset, lambda: audit_and_report(args.dataset, args.report, args.sample, args.processes or host_processes()))
@@ -59,9 +46,12 @@ def main() -> int:
 def audit_and_report(dataset: str, report: Path | None, sample: int | None, processes: int) -> int:
     """Check the dataset, say what was found, write the page; returns the exit code."""
     start = time.monotonic()
-    if '://' not in dataset and not Path(dataset).is_dir():
+    remote = '://' in dataset
+    if not remote and not Path(dataset).is_dir():
         raise DataError(f'{dataset}: no such folder; name the folder or URL of a dataset')
-    path = report_path(dataset, report)  # before hours of reading
+    path = report or (Path(f'audit-{dataset.rstrip("/").rpartition("/")[2]}.html') if remote else Path(dataset) / 'report.html')
+    if path.is_dir() or not os.access(path.parent, os.W_OK):  # said before hours of reading
+        raise DataError(f'{path}: no file can be written there; name another place for the report with --report FILE')
     Manifest.read(dataset)
     from data_prep.auditing.dataset import audit_dataset, complaint, summary  # what reads is imported after arguments and files are looked at
 

@@ -2,7 +2,7 @@
 
     python -m data_prep.convert SOURCE DEST [filters] [--buckets ...] [--processes N] [--rank I --world-size N]
 
-SOURCE is a folder, on a disk or in object storage (s3://, gs://, oci://), in one of these formats, recognised by its files:
+SOURCE is a folder, on a disk or in object storage (s3://, gs://, oci://), in one of the formats of docs/data.md, recognised by its files, such as
   what img2dataset or data_prep.download wrote (`webdataset` or `parquet`); plain WebDataset (tars of .jpg, .txt, .json, .cls);
   images with a .txt or .caption next to each, or with captions.jsonl, metadata.jsonl, .csv or .parquet (Hugging Face's imagefolder);
   Hugging Face parquet with an image column; COCO captions; an image MDS, to filter or shard it again;
@@ -14,16 +14,15 @@ DEST gets MDS shards with SHA-256 hashes, `manifest.json`, and `failures.parquet
 Run the same command again after a stop to resume. Several hosts: the same command on each, with --rank and --world-size.
 """
 
-from contextlib import closing
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, PositiveFloat, PositiveInt
 
-from data_prep.converting.buckets import OneStream
+from data_prep.converting.buckets import Buckets
 from data_prep.converting.buckets import buckets as read_buckets
-from data_prep.converting.filters import LAION_COLUMNS, Condition, Filters, Options, condition, laion_condition
+from data_prep.converting.filters import LAION_COLUMNS, Condition, Options, condition, laion_condition
 from data_prep.engines.options import EngineRequest
-from data_prep.mds.command import EXIT_CODES, run_command
+from data_prep.mds.command import EXIT_CODES
 from diffusion.common.command_line import Names, option, positional
 
 FILTERS = 'filters, each counted by its reason'
@@ -107,7 +106,7 @@ class ConvertRequest(EngineRequest):
             ('similarity', '>=', self.min_similarity),
             ('aesthetic', '>=', self.min_aesthetic),
         )
-        filters = Filters(
+        return Options(
             min_side_px=self.min_side,
             max_aspect_ratio=self.max_aspect_ratio,
             drop_blank=self.drop_blank,
@@ -115,19 +114,22 @@ class ConvertRequest(EngineRequest):
             max_caption_chars=self.max_caption_chars,
             conditions=(*(laion_condition(name, comparison, bound) for name, comparison, bound in scores if bound is not None), *self.where),
             skip_list=self.skip_list,
+            buckets=self.buckets or Buckets(),
+            captions=self.captions,
+            duplicates=self.duplicates,
+            keep_columns=self.keep_columns,
+            shard_bytes=self.shard_mb << 20,
         )
-        return Options(filters, self.buckets or OneStream(), self.captions, self.duplicates, self.keep_columns, self.shard_mb << 20)
 
 
 def main() -> int:
     args = ConvertRequest.parse('data_prep.convert', __doc__, EXIT_CODES)
     from data_prep.converting.conversion import convert  # what reads and writes is imported after the arguments are read
 
-    with closing(args.make_engine()) as engine:
-        return run_command(
-            args.dest,
-            lambda: convert(args.source, args.dest, args.options(), args.split, engine, args.own_share(), args.columns or {}, args.caption),
-        )
+    return args.run(
+        args.dest,
+        lambda engine: convert(args.source, args.dest, args.options(), args.split, engine, args.own_share(), args.columns or {}, args.caption),
+    )
 
 
 if __name__ == '__main__':

@@ -17,26 +17,22 @@ empty_caption.npy; of Stable Diffusion XL also the pooled caption, and empty_cap
 SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command again after a stop to resume.
 """
 
-from contextlib import closing
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, PositiveInt, model_validator
 
+from data_prep.engines.engine import Engine
 from data_prep.engines.options import ModelEngineRequest
-from data_prep.mds.command import EXIT_CODES, run_command
+from data_prep.mds.command import EXIT_CODES
 from data_prep.mds.job import Tally
 from data_prep.sources.mds import find_images
 from diffusion.common.command_line import option, positional
 from diffusion.common.processes import quick_imports
-from diffusion.recipe.hub import neither_folder_nor_hub_id
+from diffusion.recipe.keys import neither_folder_nor_hub_id
 from diffusion.recipe.rules import network_names
 from diffusion.recipe.schema import EncoderSource
 
 BUCKET = 'bucket'
-
-
-def _pixels(text: str) -> Any:
-    return None if text == BUCKET else text
 
 
 class EncodeRequest(ModelEngineRequest):
@@ -44,7 +40,7 @@ class EncodeRequest(ModelEngineRequest):
 
     source: str = positional('SOURCE', 'image MDS, as data_prep.convert writes it')
     dest: str = positional('DEST', 'folder or URL for the latents MDS, new or begun by this command')
-    resolution: list[Annotated[PositiveInt | None, BeforeValidator(_pixels)]] = option(
+    resolution: list[Annotated[PositiveInt | None, BeforeValidator(lambda text: None if text == BUCKET else text)]] = option(
         ...,
         f'side of the encoded square; several make streams; {BUCKET}: each image at the size of its aspect bucket',
         'PX',
@@ -74,7 +70,7 @@ class EncodeRequest(ModelEngineRequest):
 def main() -> int:
     args = EncodeRequest.parse('data_prep.encode', __doc__, EXIT_CODES)
 
-    def work() -> Tally:
+    def work(engine: Engine) -> Tally:
         share = args.share_of_device()
         find_images(args.source, 'encode')
         with quick_imports():  # of torch, so after the arguments and the source are looked at
@@ -91,8 +87,7 @@ def main() -> int:
             share=share,
         )
 
-    with closing(args.make_engine()) as engine:
-        return run_command(args.dest, work)
+    return args.run(args.dest, work)
 
 
 if __name__ == '__main__':

@@ -13,19 +13,19 @@ both are counted. Draws depend on --seed and the key of a sample, not on what is
 SOURCE and DEST are folders or URLs (s3://, gs://, oci://). Run the same command again after a stop to resume.
 """
 
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
+from data_prep.engines.engine import Engine
 from data_prep.engines.options import ModelEngineRequest
-from data_prep.mds.command import EXIT_CODES, run_command
+from data_prep.mds.command import EXIT_CODES
 from data_prep.mds.job import Tally
 from data_prep.sources.mds import find_images
 from diffusion.common.command_line import Seed, option, positional
 from diffusion.common.processes import quick_imports
-from diffusion.recipe.hub import neither_folder_nor_hub_id, pins
+from diffusion.recipe.keys import neither_folder_nor_hub_id, pins
 from diffusion.recipe.rules import network_names
 from diffusion.recipe.schema import EncoderSource
 
@@ -116,7 +116,7 @@ class RecaptionRequest(ModelEngineRequest):
 def main() -> int:
     args = RecaptionRequest.parse('data_prep.recaption', __doc__, EXIT_CODES)
 
-    def work() -> Tally:
+    def work(engine: Engine) -> Tally:
         share = args.share_of_device()
         find_images(args.source, 'recaption')
         with quick_imports():  # of torch, so after the arguments and the source are looked at
@@ -146,8 +146,7 @@ def main() -> int:
             share=share,
         )
 
-    with closing(args.make_engine()) as engine:
-        return run_command(args.dest, work)
+    return args.run(args.dest, work)
 
 
 if __name__ == '__main__':

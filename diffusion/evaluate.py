@@ -49,7 +49,7 @@ def compare(comparison: ComparisonRequest) -> int:
 def run(request: EvaluationRequest) -> int:
     with preemption.kept(), quick_imports():  # of torch, so after the arguments are read
         from diffusion.evaluation.job.evaluating import evaluate, launched
-        from diffusion.evaluation.job.planning import plan_of, text_of
+        from diffusion.evaluation.job.planning import plan
         from diffusion.evaluation.job.results import PAGE_NAME, RESULT_NAME
         from diffusion.evaluation.pages.page import table_of, write_page
 
@@ -57,15 +57,14 @@ def run(request: EvaluationRequest) -> int:
         what = ', '.join(f'--{name}' for name in request.changes)
         print(f'evaluate: {what} differs from the preset {request.protocol}; the result does not carry its name or targets', file=sys.stderr)
     if request.plan:
-        print_page(text_of(plan_of(request)))
+        print_page(plan(request))
         return 0
     ranks, device = launched()
-    found = evaluate(request, ranks, device)
-    if found is None:
+    if evaluate(request, ranks, device) is None:
         print(f'{request.out}: rank {ranks.rank} has done its share; the last one to finish scores')
     else:
         write_page([request.out], request.out / PAGE_NAME)
-        print_page(f'{table_of(found)}\n{request.out / RESULT_NAME}, {request.out / PAGE_NAME}')
+        print_page(f'{table_of(request.out)}\n{request.out / RESULT_NAME}, {request.out / PAGE_NAME}')
     return 0
 
 

@@ -78,8 +78,7 @@ def _described(path: Path, module: str) -> list[str]:
 
 def generated() -> dict[str, str]:
     """The generated pages by name."""
-    from diffusion.recipe.documentation import recipe_reference  # here: the site is built without it
-
+    recipe_reference = runpy.run_path(str(Path(__file__).with_name('recipe_reference.py')))['recipe_reference']  # here: the site is built without it
     return {'recipe-reference.md': recipe_reference(), 'commands.md': command_reference()}
 
 

@@ -35,14 +35,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    AutoencoderKL,
-    EulerDiscreteScheduler,
-    PNDMScheduler,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-    UNet2DConditionModel,
-)
+from diffusers import AutoencoderKL, EulerDiscreteScheduler, PNDMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from PIL import Image
 from streaming.base.shared import SharedMemory, prefix
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer

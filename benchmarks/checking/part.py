@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
 from benchmarks.checking.rows import add_row, rows_of
-from diffusion.common.arguments import CommandParser
+from diffusion.common.command_line import CommandParser
 from diffusion.common.files import parse_json_object, write_text
 from diffusion.common.processes import quick_imports
 from diffusion.common.text import one_line

@@ -12,7 +12,7 @@ the benchmark's is refused with a list of what differs; --rehearsal takes it, to
 
 from pathlib import Path
 
-from diffusion.common.arguments import CommandParser
+from diffusion.common.command_line import CommandParser
 from diffusion.common.text import print_page
 from diffusion.contracts.errors import run_command
 

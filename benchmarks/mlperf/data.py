@@ -22,11 +22,11 @@ from pydantic import ValidationError
 from benchmarks.mlperf.log import EVAL_SAMPLES
 from data_prep.mds.command import EXIT_CODES, DatasetRequest, exit_code, run_command
 from data_prep.mds.job import Tally
-from diffusion.common.arguments import CommandParser
+from diffusion.common.command_line import CommandParser
 from diffusion.common.files import write_text
 from diffusion.common.processes import quick_imports
 from diffusion.contracts.errors import InputError
-from diffusion.recipe.hub import neither_folder_nor_hub_id
+from diffusion.recipe.keys import neither_folder_nor_hub_id
 from diffusion.recipe.schema import EncoderSource
 
 COLUMNS = {'image_id', 'id', 'caption'}  # of the reference's list of validation prompts

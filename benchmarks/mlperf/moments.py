@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.engines.local import count_row, map_parts
-from data_prep.mds.dataset import Dataset
+from data_prep.engines.engine import count_row, map_parts
+from data_prep.mds.dataset import Columns, Dataset, PartWriter
 from data_prep.mds.job import ALONE, Job, Share, Tally
-from data_prep.mds.parts import Columns, PartWriter
 from data_prep.sources.base import Part, captions_of, readable
 from data_prep.sources.folder import open_source
 from diffusion.common.storage import Folder, fingerprint, open_folder
@@ -54,8 +53,8 @@ def convert_moments(source: str, dest: str, encoders: EncoderSource, processes: 
     }
     dataset = Dataset(
         dest=open_folder(dest),
-        parts=list(parts),
-        identify=lambda name: work.identity(parts[name]),
+        parts=parts,
+        identify=lambda part: work.identity(part),
         columns={'': columns},
         settings={'command': 'benchmarks.mlperf.data', 'vae_sha256': vae.sha256, 'shard_bytes': shard_bytes},
         described={
@@ -68,7 +67,7 @@ def convert_moments(source: str, dest: str, encoders: EncoderSource, processes: 
     )
     work = MomentsWork(folder, dataset.job, columns, (2 * vae.latent_channels, SIDE, SIDE), shard_bytes)
     with dataset.job.begun():
-        return dataset.complete(lambda missing: map_parts(work, [parts[name] for name in missing], processes, 'converting'), share)
+        return dataset.complete(lambda missing: map_parts(work, missing, processes, 'converting'), share)
 
 
 @dataclass(frozen=True)

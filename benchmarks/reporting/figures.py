@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import Formatter, FuncFormatter
 
-from benchmarks.reporting.series import Bar, ScalingSeries
+from benchmarks.reporting.series import Bar, ScalingSeries, efficiency
 from diffusion.common.pages import LIGHT, SERIES, new_figure, page_style
-from diffusion.cost.scaling import PredictedRate, ScalingFit, ScalingPoint, efficiency
+from diffusion.cost.scaling import PredictedRate, ScalingFit, ScalingPoint
 
 # One a series or plan: (marker, colour). Lines are solid as far as something was measured, and dashed beyond.
 STYLES = tuple(zip('os^DvP', (LIGHT[name] for name in SERIES), strict=True))

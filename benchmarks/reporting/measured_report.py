@@ -5,12 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from benchmarks.reporting.figures import bars_figure, counted
 from benchmarks.reporting.more_gpus import ahead, few, scaling_section, single_section
 from benchmarks.reporting.page import Block, FigureBlock, Notes, Report, Section, Table
-from benchmarks.reporting.series import LOWER_LAW, MEASURED, MILLION, PREDICTED, WITH_OUTLIER, Bar, ScalingSeries, group
+from benchmarks.reporting.series import LOWER_LAW, MEASURED, MILLION, PREDICTED, WITH_OUTLIER, Bar, ScalingSeries, group, label_of, settings_of
 from benchmarks.reporting.ways_to_pay import cost_section
+from benchmarks.sweeping.sweep import label
 from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE, Phase, run_hours
 from diffusion.cost.hardware import gpu_name
 from diffusion.cost.prices import Price, Prices, price_of_gpu
-from diffusion.cost.results import Result, Results, label
+from diffusion.cost.results import Result, Results
 
 CLAIMED_LOADER_RATIO = 30  # "at least 30 times the throughput of the model": the MosaicML post of January 2023
 MOST_BARS = 30
@@ -243,8 +244,8 @@ def _loader(results: Sequence[Result]) -> Section | None:
     worst, result = min(ratios, key=lambda pair: pair[0])
     enough = sum(ratio >= CLAIMED_LOADER_RATIO for ratio, _ in ratios)
     text = (
-        f'With nothing else to do the loader gives between {worst:,.1f} ({result.label}) and {max(ratio for ratio, _ in ratios):,.1f} times what the '
-        f'model takes. The MosaicML post claims at least {CLAIMED_LOADER_RATIO} for its own: {enough} of {len(ratios)} points reach that. '
+        f'With nothing else to do the loader gives between {worst:,.1f} ({label_of(result)}) and {max(ratio for ratio, _ in ratios):,.1f} times what '
+        f'the model takes. The MosaicML post claims at least {CLAIMED_LOADER_RATIO} for its own: {enough} of {len(ratios)} points reach that. '
         'Below 1 training would wait for data.'
     )
     return Section('Loader', [text])
@@ -268,8 +269,8 @@ def _sweep_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:
 
 def _differing(row: Result, rows: Sequence[Result]) -> str:
     """Label of a row without the settings that are equal for all."""
-    axes = {key: value for key, value in row.settings.items() if len({str(other.settings.get(key, 'not there')) for other in rows}) > 1}
-    return label(axes) if axes else row.label
+    axes = {key: value for key, value in settings_of(row).items() if len({str(settings_of(other).get(key, 'not there')) for other in rows}) > 1}
+    return label(axes) if axes else label_of(row)
 
 
 def _step_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:
@@ -280,7 +281,7 @@ def _step_bars(results: Sequence[Result]) -> list[tuple[str, list[Bar]]]:
         if result.is_rated and rate:
             setting = f'{result.text("unet")}, {result.text("resolution")} px, {result.text("kind")}, micro-batch {result.text("micro_batch")}'
             title = f'{setting}\n{result.text("gpu") or result.text("cpu")}, {result.text("commit")}'
-            panels.setdefault(title, []).append(Bar(result.label, rate))
+            panels.setdefault(title, []).append(Bar(label_of(result), rate))
     return list(panels.items())
 
 

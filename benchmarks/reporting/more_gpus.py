@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from benchmarks.reporting.figures import MOST_SERIES, Curve, counted, days_figure, efficiency_figure, point_of
 from benchmarks.reporting.page import Block, FigureBlock, Section, Table
-from benchmarks.reporting.series import MEASURED, PREDICTED, WITH_OUTLIER, ScalingSeries
+from benchmarks.reporting.series import MEASURED, PREDICTED, WITH_OUTLIER, ScalingSeries, efficiency
 from diffusion.cost.prices import Price
-from diffusion.cost.scaling import ScalingPoint, efficiency, fit, miss
+from diffusion.cost.scaling import ScalingPoint, fit, miss
 
 HEAD = ('', 'GPUs', 'images/s', 'interval', 'each', 'efficiency', 'leave-one-out', 'times measured', 'days', 'GPU-hours')
 

@@ -3,13 +3,13 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from benchmarks.published import COLUMNS, Cell, PublishedTable
+from benchmarks.published import COLUMNS, FORMULAS, Cell, PublishedTable
 from benchmarks.reporting.figures import bars_figure
 from benchmarks.reporting.more_gpus import scaling_section, statements
 from benchmarks.reporting.page import Block, FigureBlock, Notes, Report, Section, Table
 from benchmarks.reporting.ways_to_pay import cost_section
 from diffusion.common.text import counted
-from diffusion.cost.formulas import FORMULAS, SD2_BASE
+from diffusion.cost.formulas import SD2_BASE
 from diffusion.cost.prices import Prices
 
 

@@ -1,12 +1,13 @@
 """Throughput over the number of GPUs, everything else being equal: series of published points, and of rows of result files."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from benchmarks.sweeping.sweep import label
 from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE, Phase, hours
-from diffusion.cost.results import Result, gpus_per_node, label
+from diffusion.cost.results import Result, gpus_per_node
 from diffusion.cost.scaling import ScalingFit, ScalingLaws, ScalingPoint, fit
 
 
@@ -75,8 +76,13 @@ class ScalingSeries(ScalingLaws):
         return largest.global_size if len(sizes) == 1 else largest.global_size * num_gpus // largest.num_gpus
 
     def rate(self, num_gpus: int) -> float:
-        """Images per second of such a run: as measured, or else the lower prediction."""
+        """Images per second of such a run."""
         return self.images_per_sec(num_gpus, self.global_size(num_gpus))
+
+    def images_per_sec(self, num_gpus: int, global_size: int) -> float:
+        """Images per second of all GPUs together: as measured, or else the lower prediction."""
+        point = self.measured_at(num_gpus, global_size)
+        return global_size / self.slowest_first(num_gpus, global_size)[0].step_sec(num_gpus, global_size) if point is None else point.images_per_sec
 
     def origin(self, num_gpus: int) -> str:
         """Which of MEASURED, PREDICTED and WITH_OUTLIER the rate is."""
@@ -92,6 +98,24 @@ class Bar(NamedTuple):
     name: str
     images_per_sec: float
     derived: bool = False  # the source does not print it
+
+
+def efficiency(points: Sequence[ScalingPoint]) -> list[float]:
+    """Images per second per GPU of each point, as a share of that of the point with the fewest GPUs."""
+    smallest = min(points, key=lambda point: point.num_gpus)
+    return [point.images_per_sec / point.num_gpus / (smallest.images_per_sec / smallest.num_gpus) for point in points]
+
+
+def settings_of(result: Result) -> Mapping[str, Any]:
+    """Return the axes of a row's sweep."""
+    settings = result.row.get('settings')
+    return settings if isinstance(settings, Mapping) else {}
+
+
+def label_of(result: Result) -> str:
+    """Return the axes of the sweep as `key=value`; of other benchmarks the name of the row."""
+    name = result.text('row') or ('' if isinstance(result.row.get('settings'), Mapping) else result.text('point'))
+    return name or label(settings_of(result))
 
 
 def group(results: Iterable[Result], phases: Sequence[Phase] | None = None) -> list[ScalingSeries]:
@@ -110,7 +134,7 @@ def group(results: Iterable[Result], phases: Sequence[Phase] | None = None) -> l
 
 
 def _key(result: Result, without: Sequence[str] = ()) -> str:
-    axes = {key: value for key, value in result.settings.items() if key not in (*GPU_AXES, *without)}
+    axes = {key: value for key, value in settings_of(result).items() if key not in (*GPU_AXES, *without)}
     return json.dumps([result.text('sweep'), axes, {key: result.row.get(key) for key in SAME if key not in without}], sort_keys=True)
 
 
@@ -141,7 +165,7 @@ def _series(rows: list[Result], phases: Sequence[Phase] | None) -> ScalingSeries
     first = rows[0]
     resolution = int(first.number('resolution') or 0)
     points = tuple(result.point for result in rows)
-    axes = {key: value for key, value in first.settings.items() if key not in (*GPU_AXES, *NAMED)}
+    axes = {key: value for key, value in settings_of(first).items() if key not in (*GPU_AXES, *NAMED)}
     is_constant = len({point.global_size for point in points}) == 1
     batch = f'global batch {points[0].global_size:,}' if is_constant else f'{points[0].global_size // points[0].num_gpus:,} images a GPU'
     parts = [first.text('network'), f'{resolution} px', first.text('kind'), label(axes) if axes else '', batch, first.text('device')]

@@ -12,9 +12,8 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.sweeping.launching import wrong_template
-from benchmarks.sweeping.sweep import PLACES, Point, Sweep, as_overrides, is_decided, leaves, place_of
+from benchmarks.sweeping.sweep import PLACES, Point, Sweep, as_overrides, as_yaml, is_decided, label, leaves, place_of
 from diffusion.common.text import closest
-from diffusion.cost.results import as_yaml, label
 from diffusion.recipe import Recipe, RecipeError, load_recipe
 from diffusion.recipe.keys import declared, dotted, first_unknown, is_section, known_paths
 from diffusion.recipe.merging import merge

@@ -18,7 +18,6 @@ from diffusion.common.text import counted, did_you_mean
 from diffusion.contracts.errors import ManifestError
 from diffusion.cost.facts import known_images
 from diffusion.cost.hardware import MEMORY_GB, PEAK_FLOPS, gpu_name
-from diffusion.cost.results import label
 from diffusion.recipe import Recipe
 from diffusion.recipe.keys import MISSING, key
 
@@ -28,6 +27,20 @@ NEVER = '1000000000ba'  # the measurement ends a run, not its duration: warm-up,
 
 # Set by `measuring`; a sweep that sets one too would be overruled silently, so it is refused.
 DECIDED = ('run_folder', 'load_path', 'train.duration', 'data.synthetic_samples', 'eval', 'checkpoint', 'log')
+
+
+SECTIONS = ('model.', 'data.', 'batch.', 'train.')  # of a recipe; what they hold is clear without them
+
+
+def label(settings: Mapping[str, Any]) -> str:
+    """Describe a point by the axes of its sweep: `num_gpus=2, resolution=256, ema.half_life=null`, or `the recipe` if it has none."""
+    names = {key: next((key.removeprefix(section) for section in SECTIONS if key.startswith(section)), key) for key in settings}
+    return ', '.join(f'{names[key]}={as_yaml(value)}' for key, value in settings.items()) or 'the recipe'
+
+
+def as_yaml(value: Any) -> str:
+    """Write a value as a sweep file has it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass

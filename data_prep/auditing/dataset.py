@@ -5,26 +5,25 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.auditing.samples import DAMAGED, NUM_NAMED, SCALES, Audit, Findings, Problem, ShardTask, key_hash, max_tokens
-from data_prep.engines.local import map_parts
+from data_prep.engines.engine import map_parts
+from data_prep.mds.dataset import PARTS
 from data_prep.mds.job import JOB_NAME
 from data_prep.mds.oddities import IDENTICAL, ODDITIES, REPEATED, Repeats, warn
-from data_prep.mds.parts import PARTS
 from diffusion.common.files import parse_json_object
 from diffusion.common.storage import Folder, Stat, open_folder, scratch_for
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError, ManifestError
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, MANIFEST_NAME, Manifest
-from diffusion.datasets.shards import Disagreement, Shard, disagreements, disagreements_of_streams, in_stream, list_shards, read_shard
+from diffusion.datasets.shards import Shard, disagreements, disagreements_of_streams, in_stream, list_shards, read_shard
 
 COUNTS = 'the books do not agree'
 LOST = 'lost shard'
@@ -37,21 +36,17 @@ LOWEST_STD, HIGHEST_STD = 0.8, 1.25
 MAX_NAMED = 5  # examples of a problem on the terminal; the report has more
 
 
-@dataclass
-class DatasetMetadata:
-    """The statements of a dataset about itself: manifests, index.json, failures.parquet."""
+@dataclass(frozen=True)
+class AuditResult:
+    """The result of an audit; for the terminal and the report."""
 
+    where: str
     manifest: Manifest  # of the whole
-    streams: dict[str, Manifest] = field(default_factory=dict)  # the manifest of each; a dataset that is one stream has the name ''
-    shards: list[Shard] = field(default_factory=list)  # of all streams that have an index
-    problems: list[Problem] = field(default_factory=list)  # what does not agree
-
-    def wrong(self, where: str, detail: str) -> None:
-        self.problems.append(Problem(COUNTS, where, detail))
-
-    def add(self, stream: str, found: Sequence[Disagreement]) -> None:
-        for one in found:
-            self.wrong(in_stream(stream, one.where), one.detail)
+    streams: Mapping[str, Manifest]  # the manifest of each; a dataset that is one stream has the name ''
+    shards: Sequence[Shard]  # of all streams that have an index
+    findings: Findings
+    num_read: int  # shards that were read
+    remedies: Sequence[str]  # what to do about the problems
 
     @property
     def num_samples(self) -> int:
@@ -60,17 +55,6 @@ class DatasetMetadata:
     @property
     def num_bytes(self) -> int:
         return sum(shard.num_bytes for shard in self.shards)
-
-
-@dataclass(frozen=True)
-class AuditResult:
-    """The result of an audit; for the terminal and the report."""
-
-    where: str
-    metadata: DatasetMetadata  # what it says about itself, all of whose problems are among those of the findings
-    findings: Findings
-    num_read: int  # shards that were read
-    remedies: list[str]  # what to do about the problems
 
     @property
     def problems(self) -> list[tuple[str, list[Problem]]]:
@@ -82,7 +66,7 @@ class AuditResult:
 
     def definition(self, oddity: str) -> str:
         """How an oddity is counted in this dataset."""
-        return ODDITIES[oddity].definition.format(tokens=max_tokens(next(iter(self.metadata.streams.values()), self.metadata.manifest)))
+        return ODDITIES[oddity].definition.format(tokens=max_tokens(next(iter(self.streams.values()), self.manifest)))
 
     def examples(self, oddity: str) -> str:
         """Keys of a few samples with an oddity."""
@@ -131,26 +115,35 @@ def audit_dataset(where: str | Path, sample: int | None = None, processes: int =
     """
     folder = open_folder(where)
     files = folder.files()
-    metadata = read_metadata(folder, files)
-    lost = dict(lost_shards(folder, files, metadata.shards))
-    findings, tasks = Findings(problems=metadata.problems), []
-    for task in plan(metadata.shards, sample):
+    manifest = Manifest.read(folder.url)
+    streams, shards, findings = dict[str, Manifest](), list[Shard](), Findings()
+    findings.problems += [Problem(COUNTS, name, detail) for name, detail in check_metadata(folder, files, manifest, streams, shards)]
+    lost = dict[int, str]()
+    for number, shard in enumerate(shards):
+        stat = files.get(shard.path)
+        if stat is None or stat.num_bytes != shard.num_bytes:
+            what = 'no such file, but index.json names it' if stat is None else f'has {stat.num_bytes:,} bytes, index.json says {shard.num_bytes:,}'
+            lost[number] = f'{folder.url}/{shard.path}: {what}'
+    tasks = []
+    for task in plan(shards, sample):
         if task.number in lost:
             findings.checked += len(task.samples)
             findings.reject(task.shard, LOST, lost.pop(task.number), len(task.samples))
         else:
             tasks.append(task)
-    findings.problems += [Problem(LOST, metadata.shards[number].path, detail) for number, detail in lost.items()]  # in which no sample was chosen
-    for found in map_parts(Audit(folder, metadata.streams), tasks, processes, 'audit'):
+    findings.problems += [Problem(LOST, shards[number].path, detail) for number, detail in lost.items()]  # in which no sample was chosen
+    for found in map_parts(Audit(folder, streams), tasks, processes, 'audit'):
         findings.add(found)
-    for numbers in _groups(metadata, findings.hashes).values():
-        note_repeats(folder, metadata, np.concatenate([findings.hashes[number] for number in numbers]), findings)
-    findings.problems += repeated_keys(folder, metadata, findings.keys)
-    order = {shard.path: number for number, shard in enumerate(metadata.shards)}
+    by_stream = manifest.kind == 'latents'
+    for numbers in _groups(shards, findings.hashes, by_stream):
+        note_repeats(folder, shards, np.concatenate([findings.hashes[number] for number in numbers]), findings)
+    for numbers in _groups(shards, findings.keys, by_stream):
+        findings.problems += repeated_keys(folder, [shards[number] for number in numbers], [findings.keys[number] for number in numbers])
+    order = {shard.path: number for number, shard in enumerate(shards)}
     findings.problems.sort(key=lambda problem: (order.get(problem.where, -1), problem.where))  # workers end in any order
     findings.thumbnails.sort(key=lambda thumbnail: thumbnail.position)
-    to_do = list(remedies(findings.problems, metadata.shards, folder, files, metadata.manifest.kind))
-    return AuditResult(str(where), metadata, findings, len(tasks), to_do)
+    to_do = list(remedies(findings.problems, shards, folder, files, manifest.kind))
+    return AuditResult(str(where), manifest, streams, shards, findings, len(tasks), to_do)
 
 
 def plan(shards: Sequence[Shard], sample: int | None) -> Iterator[ShardTask]:
@@ -178,13 +171,22 @@ def _between(numbers: Sequence[int], start: int, end: int) -> list[int]:
     return [number - start for number in numbers[bisect_left(numbers, start) : bisect_left(numbers, end)]]
 
 
-def note_repeats(folder: Folder, metadata: DatasetMetadata, hashes: np.ndarray, findings: Findings) -> None:
+def _groups(shards: Sequence[Shard], read: Iterable[int], by_stream: bool) -> Iterable[list[int]]:
+    """Numbers of the shards in which samples are compared with one another: the same image has one latent in each stream."""
+    groups: dict[str, list[int]] = {}
+    numbers_of = {shards[number].path: number for number in sorted(read, reverse=True)}  # one that is listed twice counts once
+    for number in sorted(numbers_of.values()):
+        groups.setdefault(shards[number].stream if by_stream else '', []).append(number)
+    return groups.values()
+
+
+def note_repeats(folder: Folder, shards: Sequence[Shard], hashes: np.ndarray, findings: Findings) -> None:
     """Add the repeats among samples to the findings, with keys of those that are there most often.
 
     Args:
         hashes: (samples, 3) position, and `content_hashes`, in ascending order.
     """
-    ends = list(accumulate(shard.num_samples for shard in metadata.shards))
+    ends = list(accumulate(shard.num_samples for shard in shards))
     for column, oddity in ((1, IDENTICAL), (2, REPEATED)):
         seen = Repeats()
         seen.add(hashes[:, column], hashes[:, 0])
@@ -194,40 +196,26 @@ def note_repeats(folder: Folder, metadata: DatasetMetadata, hashes: np.ndarray, 
             found = []
             for position in positions:
                 number = bisect_right(ends, position)
-                shard = metadata.shards[number]
                 with scratch_for() as scratch:
-                    rows = read_shard(folder, shard, scratch)
-                    found.append(next(islice(rows, position - ends[number] + shard.num_samples, None))['key'])
+                    rows = read_shard(folder, shards[number], scratch)
+                    found.append(next(islice(rows, position - ends[number] + shards[number].num_samples, None))['key'])
             findings.odd_keys.setdefault(oddity, []).append((positions[0], ' and '.join(found)))
 
 
-def repeated_keys(folder: Folder, metadata: DatasetMetadata, keys: Mapping[int, np.ndarray]) -> Iterator[Problem]:
-    """Keys that are there more than once."""
-    for numbers in _groups(metadata, keys).values():
-        hashes = np.concatenate([keys[number] for number in numbers])
-        ordered = np.sort(hashes)
-        repeats = ordered[1:][ordered[1:] == ordered[:-1]]
-        if not len(repeats):
-            continue
-        ends = np.cumsum([len(keys[number]) for number in numbers])
-        first, second = np.searchsorted(ends, np.flatnonzero(hashes == repeats[0])[:2], side='right')
-        one, other = metadata.shards[numbers[first]], metadata.shards[numbers[second]]
-        with scratch_for() as scratch:
-            key = next(row['key'] for row in read_shard(folder, other, scratch) if key_hash(row) == repeats[0].tobytes())
-        detail = f'key {key!r} is in {one.path} already'
-        yield Problem('repeated key', other.path, detail, len(repeats))
+def repeated_keys(folder: Folder, shards: Sequence[Shard], keys: Sequence[np.ndarray]) -> Iterator[Problem]:
+    """Keys of some shards that are there more than once."""
+    hashes = np.concatenate(keys)
+    ordered = np.sort(hashes)
+    repeats = ordered[1:][ordered[1:] == ordered[:-1]]
+    if not len(repeats):
+        return
+    first, second = np.searchsorted(np.cumsum([len(its) for its in keys]), np.flatnonzero(hashes == repeats[0])[:2], side='right')
+    with scratch_for() as scratch:
+        key = next(row['key'] for row in read_shard(folder, shards[second], scratch) if key_hash(row) == repeats[0].tobytes())
+    yield Problem('repeated key', shards[second].path, f'key {key!r} is in {shards[first].path} already', len(repeats))
 
 
-def _groups(metadata: DatasetMetadata, read: Iterable[int]) -> dict[str, list[int]]:
-    """Numbers of the shards in which samples are compared with one another: the same image has one latent in each stream."""
-    groups: dict[str, list[int]] = {}
-    numbers_of = {metadata.shards[number].path: number for number in sorted(read, reverse=True)}  # one that is listed twice counts once
-    for number in sorted(numbers_of.values()):
-        groups.setdefault(metadata.shards[number].stream if metadata.manifest.kind == 'latents' else '', []).append(number)
-    return groups
-
-
-def remedies(problems: Sequence[Problem], shards: Sequence[Shard], folder: Folder, files: Mapping[str, Any], kind: str) -> Iterator[str]:
+def remedies(problems: Sequence[Problem], shards: Sequence[Shard], folder: Folder, files: Mapping[str, Stat], kind: str) -> Iterator[str]:
     """A line for each kind of thing to do, and the files to delete for it; they follow from what `Dataset` does when its command is run again."""
     kinds = {problem.what for problem in problems}
     whole = f'copy {folder.url} again from where it came, or make it again from its source in a new DEST'
@@ -256,98 +244,86 @@ def remedies(problems: Sequence[Problem], shards: Sequence[Shard], folder: Folde
         )
 
 
-def read_metadata(folder: Folder, files: Mapping[str, Stat]) -> DatasetMetadata:
-    """Read and compare them; no shard is read.
+def check_metadata(
+    folder: Folder, files: Mapping[str, Stat], manifest: Manifest, streams: dict[str, Manifest], shards: list[Shard]
+) -> Iterator[tuple[str, str]]:
+    """Compare what a dataset says about itself (manifests, index.json, failures.parquet); no shard is read.
 
     Args:
         files: that are in the folder.
+        streams, shards: get the manifest of each stream and the shards that its index names.
 
-    Raises:
-        ManifestError: there is no manifest of the whole.
-        StorageError: something could not be read.
+    Yields:
+        (file, what is wrong with it).
     """
-    metadata = DatasetMetadata(Manifest.read(folder.url))
-    for stream in metadata.manifest.streams or ['']:
+    for stream in manifest.streams or ['']:
         try:
-            manifest = Manifest.read(f'{folder.url}/{stream}') if stream else metadata.manifest
-            shards = list_shards(folder, [stream])
-            metadata.streams[stream] = manifest
-            metadata.shards += shards
+            own = Manifest.read(f'{folder.url}/{stream}') if stream else manifest
+            listed = list_shards(folder, [stream])
+            streams[stream] = own
+            shards += listed
             here = open_folder(f'{folder.url}/{stream}') if stream else folder
-            metadata.add(stream, disagreements(manifest, shards, here))
-            if manifest.kind == 'latents':
-                _check_latents(folder, stream, manifest, metadata)
+            for one in disagreements(own, listed, here):
+                yield in_stream(stream, one.where), one.detail
+            if own.kind == 'latents':
+                yield from ((in_stream(stream, name), detail) for name, detail in _check_latents(here, own))
         except (DataError, ManifestError) as error:
-            metadata.wrong(in_stream(stream, 'index.json'), str(error))
-    if metadata.manifest.streams:
-        metadata.add('', disagreements_of_streams(metadata.manifest, metadata.num_samples))
-    _check_failures(folder, files, metadata)
-    return metadata
+            yield in_stream(stream, 'index.json'), str(error)
+    if manifest.streams:
+        yield from ((one.where, one.detail) for one in disagreements_of_streams(manifest, sum(shard.num_samples for shard in shards)))
+    for detail in _check_failures(folder, files, Counter(manifest.dropped)):
+        yield 'failures.parquet', detail
 
 
-def _check_latents(folder: Folder, stream: str, manifest: Manifest, metadata: DatasetMetadata) -> None:
-    where, encoding = in_stream(stream, MANIFEST_NAME), manifest.columns['moments']['encoding'] if 'moments' in manifest.columns else ''
+def _check_latents(stream: Folder, manifest: Manifest) -> Iterator[tuple[str, str]]:
+    encoding = manifest.columns['moments']['encoding'] if 'moments' in manifest.columns else ''
     width_px, height_px = manifest.encoded_px or (0, 0)
     width, height = (side // manifest.encoder.get('downsampling', 1) for side in (width_px, height_px))
     if not encoding.endswith(f',{height},{width}'):
-        metadata.wrong(where, f'moments are {encoding or "not there"}, resolution {width_px} x {height_px} makes them {width} x {height}')
+        yield MANIFEST_NAME, f'moments are {encoding or "not there"}, resolution {width_px} x {height_px} makes them {width} x {height}'
     for column in EMPTY_CAPTIONS.keys() & manifest.columns.keys():
-        name = in_stream(stream, EMPTY_CAPTIONS[column])
+        name = EMPTY_CAPTIONS[column]
         try:
             with scratch_for() as scratch:
-                empty = np.load(folder.fetch(name, scratch))
+                empty = np.load(stream.fetch(name, scratch))
         except FileNotFoundError:
-            metadata.wrong(name, f'no such file; {column} need that of the empty caption')
+            yield name, f'no such file; {column} need that of the empty caption'
         except ValueError as error:
-            metadata.wrong(name, f'is not a NumPy array: {error}')
+            yield name, f'is not a NumPy array: {error}'
         else:
             shape = ','.join(map(str, empty.shape))
             if not manifest.columns[column]['encoding'].endswith(f':{shape}') or not np.isfinite(empty).all():
-                metadata.wrong(name, f'is not finite, or its shape {shape} is not that of {column}')
+                yield name, f'is not finite, or its shape {shape} is not that of {column}'
 
 
-def _check_failures(folder: Folder, files: Mapping[str, Stat], metadata: DatasetMetadata) -> None:
+def _check_failures(folder: Folder, files: Mapping[str, Stat], dropped: Counter[str]) -> Iterator[str]:
     """failures.parquet names every row that was dropped; read in pieces, since crawls lose rows by the million."""
-    name, dropped = 'failures.parquet', Counter(metadata.manifest.dropped)
-    if name not in files:
+    if 'failures.parquet' not in files:
         if dropped.total():
-            metadata.wrong(name, f'no such file; the manifest counts {counted(dropped.total(), "row")} as dropped')
+            yield f'no such file; the manifest counts {counted(dropped.total(), "row")} as dropped'
         return
     found: Counter[str] = Counter()
     try:
-        with scratch_for() as scratch, pq.ParquetFile(folder.fetch(name, scratch)) as table:
+        with scratch_for() as scratch, pq.ParquetFile(folder.fetch('failures.parquet', scratch)) as table:
             for batch in table.iter_batches(columns=['reason']):
                 found.update({entry['values']: entry['counts'] for entry in batch.column(0).value_counts().to_pylist()})
     except (pa.ArrowException, OSError, KeyError, IndexError) as error:
-        metadata.wrong(name, f'cannot be read: {error}')
+        yield f'cannot be read: {error}'
         return
     for reason in sorted(found.keys() | dropped.keys(), key=str):
         if found[reason] != dropped[reason]:
-            metadata.wrong(name, f'has {counted(found[reason], "row")} with reason {reason!r}, the manifest counts {dropped[reason]}')
-
-
-def lost_shards(folder: Folder, files: Mapping[str, Stat], shards: Sequence[Shard]) -> Iterator[tuple[int, str]]:
-    """Number of each shard that is missing or has another size than index.json says, and which of the two."""
-    for number, shard in enumerate(shards):
-        stat = files.get(shard.path)
-        if stat is None:
-            yield number, f'{folder.url}/{shard.path}: no such file, but index.json names it'
-        elif stat.num_bytes != shard.num_bytes:
-            yield number, f'{folder.url}/{shard.path}: has {stat.num_bytes:,} bytes, index.json says {shard.num_bytes:,}'
+            yield f'has {counted(found[reason], "row")} with reason {reason!r}, the manifest counts {dropped[reason]}'
 
 
 def summary(found: AuditResult, seconds: float) -> str:
     """Describe what was found in a few lines."""
-    metadata, findings = found.metadata, found.findings
-    streams = f' of {counted(len(metadata.streams), "stream")}' if metadata.manifest.streams else ''
+    findings = found.findings
+    streams = f' of {counted(len(found.streams), "stream")}' if found.manifest.streams else ''
     share = 100 / max(1, findings.checked)
+    speed = f'{seconds:.1f} s, {findings.checked / seconds:,.0f} samples/s'
     lines = [
-        ('samples', metadata.num_samples, f'in {counted(len(metadata.shards), "shard")}{streams}, {metadata.num_bytes / 1e6:,.1f} MB'),
-        (
-            'checked',
-            findings.checked,
-            f'in {counted(found.num_read, "shard")} read; {seconds:.1f} s, {findings.checked / seconds:,.0f} samples/s',
-        ),
+        ('samples', found.num_samples, f'in {counted(len(found.shards), "shard")}{streams}, {found.num_bytes / 1e6:,.1f} MB'),
+        ('checked', findings.checked, f'in {counted(found.num_read, "shard")} read; {speed}'),
         ('sound', findings.sound, f'{findings.sound * share:.1f} %'),
         *((f'  {oddity}', count, f'{count * share:.1f} %') for oddity, count in findings.odd.most_common() if count),
         *((f'unsound: {what}', count, f'{count * share:.1f} %') for what, count in findings.unsound.most_common()),
@@ -355,7 +331,7 @@ def summary(found: AuditResult, seconds: float) -> str:
     width = max(len(label) for label, *_ in lines)
     table = [f'  {label:<{width}}  {count:>13,}  {note}'.rstrip() for label, count, note in lines]
     table += [f'  warning: {warning}' for warning in found.warnings]
-    verdict = 'is NOT sound' if findings.problems else 'is sound' if findings.checked == metadata.num_samples else 'is sound as far as was looked'
+    verdict = 'is NOT sound' if findings.problems else 'is sound' if findings.checked == found.num_samples else 'is sound as far as was looked'
     warned = f', with {counted(len(found.warnings), "warning")}' if found.warnings else ''
     return '\n'.join([f'{found.where}: {verdict}{warned}', *table])
 
@@ -364,16 +340,7 @@ def complaint(found: AuditResult) -> str:
     """The problems, an example or a few of each, and what to do."""
     lines = []
     for what, problems in found.problems:
-        lines.append(f'{what}:')
-        for problem in problems[:MAX_NAMED]:
-            lines.append(f'  {described(problem)}')
+        lines += [f'{what}:', *(f'  {problem}' for problem in problems[:MAX_NAMED])]
         if len(problems) > MAX_NAMED:
             lines.append(f'  and {counted(len(problems) - MAX_NAMED, "more file")}; the report names them')
     return '\n'.join([*lines, 'what to do:', *(f'  {remedy}' for remedy in found.remedies)])
-
-
-def described(problem: Problem) -> str:
-    """A problem on one line."""
-    where = '' if problem.where in problem.detail else f'{problem.where}: '  # what read_shard says names the file
-    more = f' ({counted(problem.num_samples, "sample")})' if problem.num_samples > 1 else ''
-    return f'{where}{problem.detail}{more}'

@@ -4,14 +4,13 @@ All texts come from the web or from files that anyone can have written: the temp
 """
 
 import datetime
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from markupsafe import Markup
 from matplotlib.ticker import MaxNLocator
 
-from data_prep.auditing.dataset import AuditResult, described
+from data_prep.auditing.dataset import AuditResult
 from data_prep.auditing.samples import SCALES, Scale
 from diffusion.common.pages import data_uri, new_figure, page_style, svg, write_page
 from diffusion.contracts.manifest import Manifest
@@ -24,8 +23,11 @@ MAX_BARS = 40
 def write_report(found: AuditResult, path: Path) -> None:
     """Write the page, whole or not at all."""
     name = found.where.rstrip('/').rpartition('/')[2] or found.where
-    metadata, manifest, findings = found.metadata, found.metadata.manifest, found.findings
-    texts = {'manifest.json': manifest} | {f'{stream}/manifest.json': own for stream, own in metadata.streams.items() if stream}
+    manifest, findings = found.manifest, found.findings
+    texts = {'manifest.json': manifest} | {f'{stream}/manifest.json': own for stream, own in found.streams.items() if stream}
+    fates = [('kept', manifest.num_samples, 'kept')]  # what became of the rows of the source
+    for counts, label, css_class in ((manifest.dropped, 'dropped: ', 'dropped'), (manifest.notes, 'of those kept, ', 'note')):
+        fates += [(f'{label}{reason}', count, css_class) for reason, count in sorted(counts.items(), key=lambda item: -item[1])]
     write_page(
         path,
         'dataset.html',
@@ -37,14 +39,12 @@ def write_report(found: AuditResult, path: Path) -> None:
         kind={'images': 'Captioned images', 'latents': 'VAE latents with captions'}.get(manifest.kind, manifest.kind),
         source=', '.join(str(manifest.source[key]) for key in ('path', 'format') if key in manifest.source),
         when=datetime.datetime.now().astimezone().strftime('%Y-%m-%d %H:%M %Z'),
-        problems=[
-            (what, [described(problem) for problem in problems[:MAX_LISTED]], max(0, len(problems) - MAX_LISTED)) for what, problems in found.problems
-        ],
+        problems=[(what, list(map(str, problems[:MAX_LISTED])), max(0, len(problems) - MAX_LISTED)) for what, problems in found.problems],
         numbers=[
-            ('samples', f'{metadata.num_samples:,}'),
+            ('samples', f'{found.num_samples:,}'),
             ('attempted', f'{manifest.attempted:,}'),
-            ('on disk', _size(metadata.num_bytes)),
-            ('shards', f'{len(metadata.shards):,}'),
+            ('on disk', _size(found.num_bytes)),
+            ('shards', f'{len(found.shards):,}'),
             ('streams', f'{max(1, len(manifest.streams)):,}'),
             ('checked', f'{findings.checked:,}'),
             ('sound', f'{100 * findings.sound / max(1, findings.checked):.4g} %'),
@@ -62,7 +62,7 @@ def write_report(found: AuditResult, path: Path) -> None:
         ],
         thumbnails=[(data_uri(one.content, one.media_type), _shortened(one.caption), one.label) for one in findings.thumbnails],
         histograms=[_histogram(findings.histograms[name], scale) for name, scale in SCALES.items() if name in findings.histograms],
-        fates=[(label, count, 100 * count / max(1, manifest.attempted), kind) for label, count, kind in _fates(manifest)],
+        fates=[(label, count, 100 * count / max(1, manifest.attempted), css_class) for label, count, css_class in fates],
         streams=_streams(found),
         manifests=[(name, own.to_json()) for name, own in texts.items()],
     )
@@ -119,23 +119,13 @@ def _histogram(counts: np.ndarray, scale: Scale) -> tuple[Markup, str]:
     return drawn, spread
 
 
-def _fates(manifest: Manifest) -> Iterator[tuple[str, int, str]]:
-    """Yield (label, count, CSS class) of what became of the rows of the source."""
-    yield 'kept', manifest.num_samples, 'kept'
-    for counts, label, kind in ((manifest.dropped, 'dropped: ', 'dropped'), (manifest.notes, 'of those kept, ', 'note')):
-        for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
-            yield f'{label}{reason}', count, kind
-
-
 def _streams(found: AuditResult) -> list[tuple[str, ...]]:
     """Rows of the table of streams; none where the dataset is one."""
-    metadata, rows = found.metadata, list[tuple[str, ...]]()
-    if not metadata.manifest.streams:
-        return []
-    for name, manifest in metadata.streams.items():
-        shards = [shard for shard in metadata.shards if shard.stream == name]
+    rows = list[tuple[str, ...]]()
+    for name, manifest in found.streams.items() if found.manifest.streams else ():
+        shards = [shard for shard in found.shards if shard.stream == name]
         num_bytes = sum(shard.num_bytes for shard in shards)
-        share = 100 * manifest.num_samples / max(1, metadata.manifest.num_samples)
+        share = 100 * manifest.num_samples / max(1, found.manifest.num_samples)
         rows.append((name, _bucket(manifest), f'{manifest.num_samples:,}', f'{share:.1f} %', f'{len(shards):,}', _size(num_bytes)))
     return rows
 

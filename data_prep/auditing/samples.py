@@ -1,7 +1,5 @@
 """Checks of each shard and each sample of a dataset; the part of the audit that runs in worker processes."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import math
@@ -15,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from data_prep.engines.local import count_row
+from data_prep.engines.engine import count_row
 from data_prep.mds.oddities import BLANK, CLIP_TOKENS, LONG, content_hashes, is_blank, least_tokens
 from diffusion.common.storage import Folder, StorageError, scratch_for
+from diffusion.common.text import counted
 from diffusion.contracts.manifest import EMPTY_CAPTIONS, Manifest
 from diffusion.datasets.decode import ImageError, canonical
 from diffusion.datasets.shards import DamagedShard, Shard, captions_of, other_columns, read_shard
@@ -75,6 +74,11 @@ class Problem(NamedTuple):
     detail: str
     num_samples: int = 0
 
+    def __str__(self) -> str:
+        where = '' if self.where in self.detail else f'{self.where}: '  # what read_shard says names the file
+        more = f' ({counted(self.num_samples, "sample")})' if self.num_samples > 1 else ''
+        return f'{where}{self.detail}{more}'
+
 
 class Thumbnail(NamedTuple):
     """An image for the report: a sample, small."""
@@ -104,7 +108,7 @@ class Findings:
     def sound(self) -> int:
         return self.checked - self.unsound.total()
 
-    def add(self, other: Findings) -> None:
+    def add(self, other: 'Findings') -> None:
         self.checked += other.checked
         self.unsound.update(other.unsound)
         self.problems += other.problems
@@ -153,7 +157,7 @@ class Audit:
         unsound: dict[str, list[str]] = {}
         keys, hashes = [], list[bytes]()
         try:
-            check_columns(shard, self.manifests[shard.stream])
+            self._check_columns(shard)
             with scratch_for() as scratch:  # not in the dataset: it may be one that others share, or read-only
                 for i, row in enumerate(read_shard(self.folder, shard, scratch)):
                     if i not in task.samples:
@@ -180,26 +184,36 @@ class Audit:
         findings.hashes[task.number] = np.frombuffer(b''.join(hashes), np.uint64).reshape(-1, 3)
         return findings
 
+    def _check_columns(self, shard: Shard) -> None:
+        """Raises InvalidSample: the shard has other columns than the manifest, or some that would run code when it is read."""
+        from streaming.base.format.mds.encodings import is_mds_encoding_safe  # imports torch
+
+        manifest = self.manifests[shard.stream]
+        if difference := other_columns(manifest, shard):
+            raise InvalidSample('columns are not those of the manifest', difference)
+        for name, column in manifest.columns.items():
+            if not is_mds_encoding_safe(column['encoding']):
+                raise InvalidSample('reading it could run code', f'column {name} is {column["encoding"]}; do not use data from this source')
+
     def _look(self, row: dict[str, Any], task: ShardTask, i: int, findings: Findings) -> bytes:
         """Check and measure a sample; returns its `content_hashes`."""
         manifest = self.manifests[task.shard.stream]
-        captions = check_captions(row)
+        captions, images = check_captions(row), manifest.kind == 'images'
         caption, _ = captions[0]
-        look = look_at_image if manifest.kind == 'images' else look_at_latents
-        measures, image, label = look(row, manifest)
+        measures, image, label = (look_at_image if images else look_at_latents)(row, manifest)
         for name, value in measures.items():
             findings.measure(name, value)
         findings.measure('caption', len(caption))
-        if manifest.kind == 'images' and is_blank(image):
+        if images and is_blank(image):
             findings.note(BLANK, task.position + i, row['key'])
         if any(least_tokens(caption) > max_tokens(manifest) for caption, _ in captions):
             findings.note(LONG, task.position + i, row['key'])
         if i in task.shown:
-            small, content, form = image.convert('RGB'), io.BytesIO(), 'jpeg' if manifest.kind == 'images' else 'png'
+            small, content, form = image.convert('RGB'), io.BytesIO(), 'jpeg' if images else 'png'
             small.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
             small.save(content, form, quality=85)
             findings.thumbnails.append(Thumbnail(task.position + i, content.getvalue(), f'image/{form}', caption, label))
-        return content_hashes(row['image'] if manifest.kind == 'images' else row['moments'].tobytes(), captions)
+        return content_hashes(row['image'] if images else row['moments'].tobytes(), captions)
 
 
 def max_tokens(manifest: Manifest) -> int:
@@ -213,28 +227,8 @@ def key_hash(row: dict[str, Any]) -> bytes:
     return hashlib.blake2b(str(row.get('key', '')).encode(), digest_size=8).digest()
 
 
-def check_columns(shard: Shard, manifest: Manifest) -> None:
-    """Before anything is read.
-
-    Raises:
-        InvalidSample: the shard has other columns than the manifest, or some that would run code.
-    """
-    from streaming.base.format.mds.encodings import is_mds_encoding_safe  # imports torch
-
-    difference = other_columns(manifest, shard)
-    if difference:
-        raise InvalidSample('columns are not those of the manifest', difference)
-    for name, column in manifest.columns.items():
-        if not is_mds_encoding_safe(column['encoding']):
-            raise InvalidSample('reading it could run code', f'column {name} is {column["encoding"]}; do not use data from this source')
-
-
 def check_captions(row: dict[str, Any]) -> list[tuple[str, float]]:
-    """The captions and their weights, if all are there and can be drawn from.
-
-    Raises:
-        InvalidSample: they are not.
-    """
+    """The captions and their weights, if all are there and can be drawn from. Raises InvalidSample: they are not."""
     try:
         captions = captions_of(row)
         total = sum(weight for _, weight in captions)
@@ -259,31 +253,28 @@ def look_at_image(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, fl
     except ImageError as error:
         raise InvalidSample('image cannot be decoded', str(error)) from error
     width, height = decoded.image.size
-    if decoded.reencoded:
-        raise InvalidSample('image is not plain upright RGB or grey', decoded.reencoded)
-    if (row.get('width', width), row.get('height', height)) != (width, height):
-        raise InvalidSample(
-            'width or height is not that of the image', f'the columns say {row["width"]} x {row["height"]}, it has {width} x {height}'
-        )
-    if row.get('reencoded') == '' and 'sha256' in row:
-        found = hashlib.sha256(row['image']).hexdigest()
-        if found != row['sha256']:
-            raise InvalidSample('sha256 is not that of the image', f'the column says {row["sha256"]}, the bytes have {found}')
-    if manifest.min_side_px is not None and min(width, height) < manifest.min_side_px:
-        raise InvalidSample("image is smaller than the manifest's min_side_px", f'{width} x {height}, the least is {manifest.min_side_px} px')
-    bucket, side, below = manifest.bucket, min(width, height), manifest.bucket.get('below_px')
-    large_enough = side >= bucket.get('min_side_px', 0) and width >= bucket.get('width_px', 0) and height >= bucket.get('height_px', 0)
-    if not large_enough or (below is not None and side >= below):
-        raise InvalidSample('image is not of its bucket', f'{width} x {height} in {bucket}')
+    side, bucket, sha256 = min(width, height), manifest.bucket, hashlib.sha256(row['image']).hexdigest()
+    stated, stated_sha256 = (row.get('width', width), row.get('height', height)), row.get('sha256', sha256) if row.get('reencoded') == '' else sha256
+    fits = side >= bucket.get('min_side_px', 0) and width >= bucket.get('width_px', 0) and height >= bucket.get('height_px', 0)
+    size = f'{width} x {height}'
+    for holds, what, detail in (
+        (not decoded.reencoded, 'image is not plain upright RGB or grey', decoded.reencoded),
+        (stated == (width, height), 'width or height is not that of the image', f'the columns say {stated[0]} x {stated[1]}, it has {size}'),
+        (stated_sha256 == sha256, 'sha256 is not that of the image', f'the column says {stated_sha256}, the bytes have {sha256}'),
+        (
+            side >= (manifest.min_side_px or 0),
+            "image is smaller than the manifest's min_side_px",
+            f'{size}, the least is {manifest.min_side_px} px',
+        ),
+        (fits and side < (bucket.get('below_px') or math.inf), 'image is not of its bucket', f'{size} in {bucket}'),
+    ):
+        if not holds:
+            raise InvalidSample(what, detail)
     return {'width': width, 'height': height, 'aspect': math.log2(width / height)}, decoded.image, f'{width} × {height}'
 
 
 def look_at_latents(row: dict[str, Any], manifest: Manifest) -> tuple[dict[str, float], Image.Image, str]:
-    """The same of a sample of kind `latents`.
-
-    Raises:
-        InvalidSample: an array is not of the shape in the manifest, or not finite.
-    """
+    """The same of a sample of kind `latents`. Raises InvalidSample: an array is not of the shape in the manifest, or not finite."""
     for name in ('moments', *(column for column in EMPTY_CAPTIONS if column in manifest.columns)):
         array, promised = row[name], manifest.columns[name]['encoding']
         found = f'ndarray:{array.dtype}:{",".join(map(str, array.shape))}'

@@ -3,37 +3,27 @@
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 
-class Buckets(Protocol):
-    """A way to sort images into streams."""
+class Buckets:
+    """A way to sort images into streams: one stream of all images, where a subclass does not say otherwise."""
 
     def settings(self) -> str:
         """Return the text of it on the command line."""
-
-    def streams(self) -> dict[str, dict[str, Any]]:
-        """Name of each stream, and what the manifest says of its images."""
-
-    def place(self, width_px: int, height_px: int) -> tuple[str, None] | tuple[None, str]:
-        """(stream, None) of an image, or (None, reason)."""
-
-
-class OneStream:
-    """One stream of all images."""
-
-    def settings(self) -> str:
         return 'none'
 
     def streams(self) -> dict[str, dict[str, Any]]:
+        """Name of each stream, and what the manifest says of its images."""
         return {'': {}}
 
-    def place(self, width_px: int, height_px: int) -> tuple[str, None]:
+    def place(self, width_px: int, height_px: int) -> tuple[str, None] | tuple[None, str]:
+        """(stream, None) of an image, or (None, reason)."""
         return '', None
 
 
 @dataclass(frozen=True)
-class MinSideBuckets:
+class MinSideBuckets(Buckets):
     """Streams `side-256`, `side-512` ...: the shorter side is at least this many pixels, and less than the next.
 
     A run at 512 px then streams only what is large enough (as the ancestors of the SD2 recipe sorted LAION, at 64 to 1024 px).
@@ -56,7 +46,7 @@ class MinSideBuckets:
 
 
 @dataclass(frozen=True)
-class AspectBuckets:
+class AspectBuckets(Buckets):
     """Streams `WIDTHxHEIGHT` of about side x side pixels in total, each image in the one with the nearest aspect ratio.
 
     Both sides are multiples of 64 between half and twice `side`; those of 1024 are SDXL's (arXiv:2307.01952, section 2.3 and appendix I). A

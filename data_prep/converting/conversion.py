@@ -4,21 +4,20 @@ import hashlib
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from data_prep.converting.duplicates import DigestWriter, Piece, SourceFunction, find_duplicates, write_all_digests
+from data_prep.converting.duplicates import DigestWriter, SourceFunction, find_duplicates, write_all_digests
 from data_prep.converting.filters import DUPLICATES, ColumnError, Options, column_of
-from data_prep.engines.engine import Engine
-from data_prep.engines.local import IN_THIS_PROCESS, count_row
-from data_prep.mds.dataset import Dataset
+from data_prep.engines.engine import IN_THIS_PROCESS, Engine, count_row
+from data_prep.mds.dataset import Columns, Dataset, PartWriter
 from data_prep.mds.job import ALONE, Share, Tally
 from data_prep.mds.oddities import BLANK, CLIP_TOKENS, LONG, ODDITIES, content_hashes, is_blank, least_tokens, warn
-from data_prep.mds.parts import Columns, PartWriter
-from data_prep.sources.base import Row, text
+from data_prep.sources.base import Part, Row, text
 from data_prep.sources.formats import find_source
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError
@@ -71,16 +70,16 @@ def convert(
     if reader.several_captions or options.captions:
         stored['captions'] = CAPTIONS
     stored |= {name: ('json', f'column {name} of the source, as it came') for name in options.keep_columns}
-    parts, pieces = reader.parts(), dict[str, Piece]()
-    for part in parts:
-        if part.name in pieces:
-            first, second = (next(iter(one.files), one.name) for one in (pieces[part.name].part, part))
+    parts = dict[str, Part]()
+    for part in reader.parts():
+        if part.name in parts:
+            first, second = (one.path or one.name for one in (parts[part.name], part))
             raise DataError(f'{reader.folder.url}: {first} and {second} would both become the part {part.name}; rename one')
-        pieces[part.name] = Piece(part)
+        parts[part.name] = part
     dataset = Dataset(
         dest=open_folder(dest),
-        parts=list(pieces),
-        identify=lambda name: conversion.identity(pieces[name]),
+        parts=parts,
+        identify=lambda part: conversion.identity(part),
         columns=dict.fromkeys(options.buckets.streams(), stored),
         settings=options.settings() | {'columns': dict(columns)} | ({} if caption is None else {'caption': caption}),
         described={'kind': 'images', 'source': {'path': str(source), 'format': kind, **({'split': split} if split else {})}},
@@ -89,10 +88,10 @@ def convert(
     conversion = Conversion(reader, dataset.job, options, stored)
     with dataset.job.begun():
         if options.duplicates != 'keep' and not share.merge_only:
-            write_all_digests(parts, DigestWriter(reader, dataset.job, options), engine, share)
-            repeated = find_duplicates(dataset.job, parts, reader)
-            pieces |= {part.name: Piece(part, repeated.get(part.name)) for part in parts}
-        tally = dataset.complete(lambda names: engine.map(conversion, [pieces[name] for name in names]), share)
+            write_all_digests(list(parts.values()), DigestWriter(reader, dataset.job, options), engine, share)
+            repeated = find_duplicates(dataset.job, list(parts.values()), reader)
+            parts |= {name: replace(part, repeated=repeated.get(name)) for name, part in parts.items()}
+        tally = dataset.complete(partial(engine.map, conversion), share)
     definitions = {oddity: about.definition.format(tokens=CLIP_TOKENS) for oddity, about in ODDITIES.items()}
     odd = [f'  warning: {warning}' for oddity in ODDITIES if (warning := warn(oddity, tally.notes[oddity], tally.kept, definitions[oddity]))]
     tally.remarks += [*odd, f'  python -m data_prep.audit {dest} names them'] if odd else []
@@ -100,8 +99,8 @@ def convert(
 
 
 @dataclass(frozen=True)
-class Conversion(SourceFunction[Tally]):
-    """Converts pieces."""
+class Conversion(SourceFunction):
+    """Converts parts."""
 
     label = 'convert'
 
@@ -115,26 +114,23 @@ class Conversion(SourceFunction[Tally]):
         if f'{inside}/'.startswith(f'{outside}/'):
             raise DataError(f'{self.job.dest.url}: is inside the source {self.source.folder.url}; name a folder outside of it')
 
-    def count(self, piece: Piece, tally: Tally) -> int:
-        return tally.attempted_now
+    def identity(self, part: Part) -> dict[str, Any]:
+        """Return what the part's result depends on apart from the options."""
+        repeated = b'' if part.repeated is None else part.repeated.tobytes()
+        return {**self.source.fingerprint(part), 'repeated': hashlib.sha256(repeated).hexdigest()[:16] if repeated else ''}
 
-    def identity(self, piece: Piece) -> dict[str, Any]:
-        """Return what the piece's result depends on apart from the options."""
-        repeated = b'' if piece.repeated is None else piece.repeated.tobytes()
-        return {**self.source.fingerprint(piece.part), 'repeated': hashlib.sha256(repeated).hexdigest()[:16] if repeated else ''}
-
-    def __call__(self, piece: Piece) -> Tally:
+    def __call__(self, part: Part) -> Tally:
         streams = dict.fromkeys(self.options.buckets.streams(), self.columns)
-        identity = self.identity(piece)  # before reading: what changes meanwhile will differ from it
-        with closing(PartWriter(self.job, piece.part.name, streams, self.options.shard_bytes)) as writer:
+        identity = self.identity(part)  # before reading: what changes meanwhile will differ from it
+        with closing(PartWriter(self.job, part.name, streams, self.options.shard_bytes)) as writer:
             try:
-                for number, row in enumerate(self.source.rows(piece.part, writer.scratch)):
-                    reason = self._keep(row, writer, piece.repeats(number))
+                for number, row in enumerate(self.source.rows(part, writer.scratch)):
+                    reason = self._keep(row, writer, part.repeats(number))
                     if reason is not None:
                         writer.drop(row.key, row.url, reason)
                     count_row()
             except ColumnError as error:
-                raise DataError(f'{self.source.folder.url}, part {piece.part.name}: {error}') from error
+                raise DataError(f'{self.source.folder.url}, part {part.name}: {error}') from error
             return writer.commit(identity)
 
     def _keep(self, row: Row, writer: PartWriter, repeated: bool) -> str | None:
@@ -155,7 +151,7 @@ class Conversion(SourceFunction[Tally]):
         if stream is None:
             return reason
         blank = is_blank(decoded.image)
-        if blank and options.filters.drop_blank:
+        if blank and options.drop_blank:
             return BLANK
         writer.tally.notes.update([BLANK] * blank + [LONG] * any(least_tokens(caption) > CLIP_TOKENS for caption, _ in captions))
         reencoded = row.reencoded or decoded.reencoded

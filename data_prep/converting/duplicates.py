@@ -8,10 +8,10 @@ none is if a copy is on the skip-list.
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_prep.converting.filters import SKIPPED, Options
-from data_prep.engines.engine import Engine, Result
-from data_prep.engines.local import PartFunction, count_row
-from data_prep.mds.job import Job, Share, compare
+from data_prep.engines.engine import Engine, PartWork, count_row, map_parts
+from data_prep.mds.job import Job, Share, Tally, compare
 from data_prep.sources.base import Part, Row, Source
 from diffusion.common.storage import NUM_REQUESTS, Folder, scratch_for
 from diffusion.datasets.decode import ImageError, open_image, size_of
@@ -59,20 +58,8 @@ DIGEST_OF: dict[str, Callable[[Row], bytes]] = {'exact': sha256_digest, 'near': 
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part to convert, and which of its rows repeat an earlier image, as bits (see duplicates.py)."""
-
-    part: Part
-    repeated: np.ndarray | None = None
-
-    def repeats(self, row: int) -> bool:
-        """Return whether the row repeats an earlier image."""
-        return self.repeated is not None and bool(self.repeated[row >> 3] & (128 >> (row & 7)))
-
-
-@dataclass(frozen=True)
-class SourceFunction(PartFunction[Piece, Result]):
-    """Reads pieces of a source and writes to the folder of a job; goes to the worker processes."""
+class SourceFunction(PartWork[Part, Tally]):
+    """Reads parts of a source and writes to the folder of a job: a process a part, which needs nothing loaded and calls `count_row` at each row."""
 
     source: Source
     job: Job
@@ -86,34 +73,39 @@ class SourceFunction(PartFunction[Piece, Result]):
     def writes(self) -> Folder:
         return self.job.dest
 
-    def name(self, piece: Piece) -> str:
-        return piece.part.name
+    @abstractmethod
+    def __call__(self, part: Part) -> Tally:
+        """Do one part."""
 
-    def file(self, piece: Piece) -> str:
-        return next(iter(piece.part.files))
+    def count(self, item: Part, result: Tally) -> int:
+        return result.attempted_now
+
+    def here(self, items: Sequence[Part], processes: int) -> Iterator[Tally]:
+        return map_parts(self, items, processes, self.label)
+
+    def start(self, cpus: int, gpus: float) -> Callable[[Part], Tally]:
+        return self
 
 
 @dataclass(frozen=True)
-class DigestWriter(SourceFunction[int]):
+class DigestWriter(SourceFunction):
     """Writes the digests of the images that could be kept."""
 
     label = 'digests'
 
-    def count(self, piece: Piece, num_rows: int) -> int:
-        return num_rows
-
-    def __call__(self, piece: Piece) -> int:
-        """DEST/digests/SETTINGS/PART.parquet: number and digest of each row that is usable, and of each that is on the skip-list.
-
-        Returns:
-            The number of all rows.
-        """
-        part, digest = piece.part, DIGEST_OF[self.options.duplicates]
+    def __call__(self, part: Part) -> Tally:
+        """DEST/digests/SETTINGS/PART.parquet: number and digest of each row that is usable, and of each that is on the skip-list."""
+        digest = DIGEST_OF[self.options.duplicates]
         identity = self.source.fingerprint(part)  # before reading: what changes meanwhile will differ from it
-        num_rows, numbers, digests, skipped = 0, [], [], []
+        num_rows, numbers, digests, skipped = 0, list[int](), list[bytes](), list[bool]()
         with scratch_for(self.job.dest) as scratch:
             for number, row in enumerate(self.source.rows(part, scratch)):
-                reason = self._reason(row)
+                _, reason = self.options.usable_captions(self.options.captioned(row))
+                if reason is None and row.image is not None:
+                    try:  # as far as the decoder is not needed; copies of what that refuses are refused as well
+                        _, reason = self.options.place(*size_of(row.image))
+                    except ImageError as error:
+                        reason = str(error)
                 if row.image is not None and reason in (None, SKIPPED):
                     numbers.append(number)
                     digests.append(digest(row))
@@ -126,17 +118,7 @@ class DigestWriter(SourceFunction[int]):
             table = table.replace_schema_metadata({'input': json.dumps(identity), 'rows': str(num_rows)})
             pq.write_table(table, scratch / 'digests.parquet')
             self.job.dest.put(scratch / 'digests.parquet', digests_name(self.job, part.name))
-        return num_rows
-
-    def _reason(self, row: Row) -> str | None:
-        """Return why the row is not usable, as far as the decoder is not needed; copies of what that refuses are refused as well."""
-        _, reason = self.options.usable_captions(self.options.captioned(row))
-        if reason is not None or row.image is None:
-            return reason
-        try:
-            return self.options.place(*size_of(row.image))[1]
-        except ImageError as error:
-            return str(error)
+        return Tally(attempted_now=num_rows)
 
 
 def write_all_digests(parts: Sequence[Part], work: DigestWriter, engine: Engine, share: Share) -> None:
@@ -145,7 +127,7 @@ def write_all_digests(parts: Sequence[Part], work: DigestWriter, engine: Engine,
     for mine in (share.of(parts), [*parts[begin:], *parts[:begin]]):
         present = work.job.dest.files(DIGESTS)
         missing = [part for part in mine if digests_name(work.job, part.name) not in present]
-        for _ in engine.map(work, list(map(Piece, missing))):
+        for _ in engine.map(work, missing):
             pass
 
 
@@ -163,36 +145,34 @@ def find_duplicates(job: Job, parts: Sequence[Part], source: Source) -> dict[str
     if not parts:
         return {}
     with scratch_for(job.dest) as scratch, ThreadPoolExecutor(NUM_REQUESTS) as threads:
-        files = {part.name: path for part, path in zip(parts, threads.map(partial(_fetch_checked, job, scratch, source), parts), strict=True)}
-        metadata = {name: pq.read_metadata(path) for name, path in files.items()}
-        counts = {name: int(of.metadata[b'rows']) for name, of in metadata.items()}
-        num_digests = sum(of.num_rows for of in metadata.values())
-        num_slices = -(-num_digests // ROWS_PER_SLICE) or 1
+
+        def fetch(part: Part) -> Path:
+            name = digests_name(job, part.name)
+            path = job.dest.fetch(name, scratch)
+            then = json.loads(pq.read_metadata(path).metadata[b'input'])
+            compare(then, source.fingerprint(part), f'{job.dest.url}/{name}: was written with input', 'name another DEST')
+            return path
+
+        files = list(threads.map(fetch, parts))
+        metadata = [pq.read_metadata(path) for path in files]
+        num_slices = -(-sum(one.num_rows for one in metadata) // ROWS_PER_SLICE) or 1
         repeated: dict[str, np.ndarray] = {}
         for i in range(num_slices):
-            for part_index, row in _repeated_in_slice(files, parts, i, num_slices):
-                name = parts[part_index].name
-                bits = repeated.setdefault(name, np.zeros(-(-counts[name] // 8), np.uint8))
+            for index, row in _repeated_in_slice(files, i, num_slices):
+                num_bytes = -(-int(metadata[index].metadata[b'rows']) // 8)
+                bits = repeated.setdefault(parts[index].name, np.zeros(num_bytes, np.uint8))
                 bits[row >> 3] |= 128 >> (row & 7)
     return repeated
 
 
-def _fetch_checked(job: Job, scratch: Path, source: Source, part: Part) -> Path:
-    """A local file with the digests of a part, once they are known to be of what the part is now."""
-    path = job.dest.fetch(digests_name(job, part.name), scratch)
-    then = json.loads(pq.read_metadata(path).metadata[b'input'])
-    compare(then, source.fingerprint(part), f'{job.dest.url}/{digests_name(job, part.name)}: was written with input', 'name another DEST')
-    return path
-
-
-def _repeated_in_slice(files: dict[str, Path], parts: Sequence[Part], i: int, num_slices: int) -> Iterator[tuple[int, int]]:
+def _repeated_in_slice(files: Sequence[Path], i: int, num_slices: int) -> Iterator[tuple[int, int]]:
     """(index of part, row) of all but the first of equal digests in one slice of the space of digests.
 
     What is on the skip-list comes first: all its copies repeat it.
     """
     halves, places, skipped = [], [], []
-    for index, part in enumerate(parts):
-        table = pq.read_table(files[part.name])
+    for index, path in enumerate(files):
+        table = pq.read_table(path)
         if not len(table):
             continue
         column = table['digest'].combine_chunks()

@@ -6,23 +6,17 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from data_prep.converting.buckets import Buckets, OneStream
+from data_prep.converting.buckets import Buckets
 from data_prep.sources.base import CAPTION_COLUMNS, CAPTION_NOT_TEXT, CAPTION_NOT_UTF8, Row, captions_of, readable, refuse_large_list, text
 from diffusion.contracts.errors import DataError
 
-OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
-    '<=': operator.le,
-    '>=': operator.ge,
-    '==': operator.eq,
-    '!=': operator.ne,
-    '<': operator.lt,
-    '>': operator.gt,
-}
+Predicate = Callable[[Any, Any], bool]
+OPERATORS: dict[str, Predicate] = {'<=': operator.le, '>=': operator.ge, '==': operator.eq, '!=': operator.ne, '<': operator.lt, '>': operator.gt}
 
 # The names that LAION's lists, and lists made from them, use for the same thing.
 LAION_COLUMNS = {
@@ -38,11 +32,7 @@ class ColumnError(DataError):
 
 
 def column_of(row: Row, *names: str) -> Any:
-    """The value of the first of the columns that the row has.
-
-    Raises:
-        ColumnError: it has none of them.
-    """
+    """The value of the first of the columns that the row has. Raises ColumnError: it has none of them."""
     for name in names:
         if name in row.columns:
             return row.columns[name]
@@ -51,13 +41,9 @@ def column_of(row: Row, *names: str) -> Any:
 
 @dataclass(frozen=True)
 class Condition:
-    """A comparison of a column with a number or a text that a row must meet.
+    """A comparison of a column with a number or a text that a row must meet."""
 
-    Attributes:
-        columns: names of the column; the first that the source has is meant.
-    """
-
-    columns: tuple[str, ...]
+    columns: tuple[str, ...]  # names of the column; the first that the source has is meant
     comparison: str
     value: float | str
 
@@ -66,11 +52,7 @@ class Condition:
         return f'{self.columns[0]} {self.comparison} {value}'
 
     def reason(self, row: Row) -> str | None:
-        """Return why the row does not pass.
-
-        Raises:
-            ColumnError: the source has no such column, or the column is not what it is compared with.
-        """
+        """Return why the row does not pass. Raises ColumnError: the source has no such column, or the column is not what it is compared with."""
         found = column_of(row, *self.columns)
         found = text(found) if isinstance(found, bytes) else found
         if isinstance(found, bool) and isinstance(self.value, str):
@@ -106,47 +88,62 @@ def condition(text: str) -> Condition:
     return Condition((column,), comparison, value)
 
 
+def laion_condition(name: str, comparison: str, value: float) -> Condition:
+    """A condition on one of LAION's scores, under any of its names."""
+    return Condition(LAION_COLUMNS[name], comparison, value)
+
+
 SKIPPED = 'on the skip-list'
 DUPLICATES = {'exact': 'duplicate of an earlier image', 'near': 'near duplicate of an earlier image'}
 
 
 @dataclass(frozen=True)
-class Filters:
-    """Requirements on a row. The defaults leave out what cannot be used at all.
+class Options:
+    """All that the result of a conversion depends on, apart from its source. The defaults leave out what cannot be used at all."""
 
-    Attributes:
-        min_side_px: of the shorter side.
-        max_aspect_ratio: of the longer side to the shorter.
-        drop_blank: leave out images of (almost) one colour.
-        min_caption_chars, max_caption_chars: a caption outside is not used; a row without any other is left out.
-        conditions: on columns of the source.
-        skip_list: file of keys, URLs or SHA-256 digests to leave out: opt-outs.
-    """
-
-    min_side_px: int = 1
-    max_aspect_ratio: float | None = None
-    drop_blank: bool = False
-    min_caption_chars: int = 1
+    min_side_px: int = 1  # of the shorter side
+    max_aspect_ratio: float | None = None  # of the longer side to the shorter
+    drop_blank: bool = False  # leave out images of (almost) one colour
+    min_caption_chars: int = 1  # a caption outside is not used; a row without any other is left out
     max_caption_chars: int = 10_000
-    conditions: tuple[Condition, ...] = ()
-    skip_list: str | None = None
+    conditions: tuple[Condition, ...] = ()  # on columns of the source
+    skip_list: str | None = None  # file of keys, URLs or SHA-256 digests to leave out: opt-outs
+    buckets: Buckets = field(default_factory=Buckets)
+    captions: Mapping[str, float] | None = None  # columns of the source that hold captions, with their weights; None: what the source takes for them
+    duplicates: str = 'keep'  # `keep`, or a key of DUPLICATES
+    keep_columns: tuple[str, ...] = ()  # columns of the source to store as JSON, for later filters
+    shard_bytes: int = 64 << 20  # size at which a shard is closed
 
     def settings(self) -> dict[str, Any]:
-        """Return what the result depends on; of the skip-list its content, wherever it lies."""
-        listed = asdict(self) | {'conditions': [str(condition) for condition in self.conditions]}
+        """Return the settings for DEST's record: of the skip-list its content, wherever it lies."""
+        settings = {'command': 'convert', **{one.name: getattr(self, one.name) for one in fields(self)}}
         if not self.drop_blank:
-            del listed['drop_blank']  # datasets that were begun without the option can be resumed
+            del settings['drop_blank']  # datasets that were begun without the option can be resumed
         if self.skip_list is not None:
             entries = '\n'.join(sorted(read_skip_list(self.skip_list)))
-            listed['skip_list'] = f'sha256 {hashlib.sha256(entries.encode()).hexdigest()[:16]}'
-        return listed
+            settings['skip_list'] = f'sha256 {hashlib.sha256(entries.encode()).hexdigest()[:16]}'
+        captions = None if self.captions is None else list(self.captions.items())  # their order matters
+        return settings | {'conditions': list(map(str, self.conditions)), 'buckets': self.buckets.settings(), 'captions': captions}
+
+    def captioned(self, row: Row) -> Row:
+        """The row with the captions that are asked for."""
+        return row if self.captions is None else with_captions(row, self.captions)
 
     def usable_captions(self, row: Row) -> tuple[list[tuple[str, float]], str | None]:
-        """(captions with weights that add up to 1, None), or ([], reason).
+        """(captions with weights that add up to 1, None) of a `captioned` row, or ([], reason); its image is not decoded.
 
         Raises:
-            ColumnError: the source has no column of captions.
+            ColumnError: the source has no column of captions, or none of a condition.
         """
+        reasons = [condition.reason(row) for condition in self.conditions]  # all of them: a missing column is an error in any row
+        reason = row.reason or next((reason for reason in reasons if reason), None)
+        if self.skip_list is not None:
+            digest = None if row.image is None else hashlib.sha256(row.image).hexdigest()
+            known = {row.key, row.url, row.sha256, digest, *(text(row.columns.get(name)) for name in ('sha256', 'md5'))}
+            if not read_skip_list(self.skip_list).isdisjoint(known - {None, ''}):
+                reason = SKIPPED
+        if reason is not None or row.image is None:
+            return [], reason or 'no image'
         if row.captions is None:
             names = ', '.join(row.columns)
             raise ColumnError(f'there is no column {" or ".join(CAPTION_COLUMNS)}; name the captions with --captions: the source has {names}')
@@ -159,74 +156,18 @@ class Filters:
             return [(caption, weight / total) for caption, weight in usable], None
         if not any(captions):
             return [], 'empty caption'
-        longest = max(len(caption) for caption in captions)
-        if longest < self.min_caption_chars:
+        if max(map(len, captions)) < self.min_caption_chars:
             return [], f'caption below {self.min_caption_chars} characters'
         return [], f'caption above {self.max_caption_chars} characters'
 
-    def row_reason(self, row: Row) -> str | None:
-        """Return why a row is left out, as far as that can be said without its image.
-
-        Raises:
-            ColumnError: a condition's column is missing.
-        """
-        reasons = [condition.reason(row) for condition in self.conditions]  # all of them: a missing column is an error in any row
-        if self.skip_list is not None:
-            digest = None if row.image is None else hashlib.sha256(row.image).hexdigest()
-            known = {row.key, row.url, row.sha256, digest, *(text(row.columns.get(name)) for name in ('sha256', 'md5'))}
-            if not read_skip_list(self.skip_list).isdisjoint(known - {None, ''}):
-                return SKIPPED
-        return row.reason or next((reason for reason in reasons if reason), None)
-
-    def size_reason(self, width_px: int, height_px: int) -> str | None:
-        """Return why an image of this size is left out."""
-        shorter, longer = sorted((width_px, height_px))
-        if shorter < self.min_side_px:
-            return f'short side below {self.min_side_px} px'
-        if self.max_aspect_ratio is not None and longer / shorter > self.max_aspect_ratio:
-            return f'aspect ratio above {self.max_aspect_ratio:g}'
-        return None
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of a conversion: all that its result depends on, apart from its source.
-
-    Attributes:
-        captions: columns of the source that hold captions, with their weights; empty: what the source takes for them.
-        duplicates: `keep`, or a key of DUPLICATES.
-        keep_columns: columns of the source to store as JSON, for later filters.
-        shard_bytes: size at which a shard is closed.
-    """
-
-    filters: Filters = field(default_factory=Filters)
-    buckets: Buckets = field(default_factory=OneStream)
-    captions: Mapping[str, float] | None = None
-    duplicates: str = 'keep'
-    keep_columns: tuple[str, ...] = ()
-    shard_bytes: int = 64 << 20
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings for DEST's record."""
-        captions = None if self.captions is None else list(self.captions.items())  # their order matters
-        more = {'captions': captions, 'duplicates': self.duplicates, 'keep_columns': list(self.keep_columns), 'shard_bytes': self.shard_bytes}
-        return {'command': 'convert', **self.filters.settings(), 'buckets': self.buckets.settings(), **more}
-
-    def captioned(self, row: Row) -> Row:
-        """The row with the captions that are asked for."""
-        return row if self.captions is None else with_captions(row, self.captions)
-
-    def usable_captions(self, row: Row) -> tuple[list[tuple[str, float]], str | None]:
-        """(captions with weights that add up to 1, None) of a `captioned` row, or ([], reason); its image is not decoded."""
-        reason = self.filters.row_reason(row)
-        if reason is not None or row.image is None:
-            return [], reason or 'no image'
-        return self.filters.usable_captions(row)
-
     def place(self, width_px: int, height_px: int) -> tuple[str, None] | tuple[None, str]:
         """(stream, None) of an image of this size, or (None, reason)."""
-        reason = self.filters.size_reason(width_px, height_px)
-        return (None, reason) if reason is not None else self.buckets.place(width_px, height_px)
+        shorter, longer = sorted((width_px, height_px))
+        if shorter < self.min_side_px:
+            return None, f'short side below {self.min_side_px} px'
+        if self.max_aspect_ratio is not None and longer / shorter > self.max_aspect_ratio:
+            return None, f'aspect ratio above {self.max_aspect_ratio:g}'
+        return self.buckets.place(width_px, height_px)
 
 
 @cache
@@ -260,11 +201,7 @@ def _entry(given: str) -> str:
 
 
 def with_captions(row: Row, columns: Mapping[str, float]) -> Row:
-    """The row with the captions of other columns, whose weights are shared by the captions in them.
-
-    Raises:
-        ColumnError: there is no such column.
-    """
+    """The row with the captions of other columns, whose weights are shared by the captions in them. Raises ColumnError: there is no such column."""
     captions: list[str | None] = []
     weights: list[float] = []
     reason = None
@@ -277,8 +214,3 @@ def with_captions(row: Row, columns: Mapping[str, float]) -> Row:
         reason = reason or not_text
     its_own = None if row.reason in (CAPTION_NOT_TEXT, CAPTION_NOT_UTF8) else row.reason  # of captions that these replace
     return replace(row, captions=captions, caption_weights=weights, reason=its_own or (None if any(captions) else reason))
-
-
-def laion_condition(name: str, comparison: str, value: float) -> Condition:
-    """A condition on one of LAION's scores, under any of its names."""
-    return Condition(LAION_COLUMNS[name], comparison, value)

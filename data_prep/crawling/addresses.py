@@ -36,11 +36,7 @@ def is_allowed(address: str, networks: Iterable[Network] = ()) -> bool:
 
 
 def network(text: str) -> Network:
-    """Read a network in CIDR notation, or one address.
-
-    Raises:
-        ValueError: something else.
-    """
+    """Read a network in CIDR notation, or one address. Raises ValueError: something else."""
     try:
         return ipaddress.ip_network(text)
     except ValueError as error:

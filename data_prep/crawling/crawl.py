@@ -24,22 +24,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_prep.crawling.crawled_shard import (
-    FAILED,
-    SUCCESS,
-    SUFFIXES,
-    CrawlTask,
-    ShardWriter,
-    may_pass,
-    reasons,
-    shard_name,
-    too_large,
-    write_rows,
-)
+from data_prep.crawling.crawled_shard import FAILED, SUCCESS, SUFFIXES, CrawlTask, ShardWriter, may_pass, reasons, shard_name, too_large, write_rows
 from data_prep.crawling.fetch import PRIVATE, Fetching
-from data_prep.engines.local import WORKER_KILLED, WorkerKilled, in_processes, progress_bar
+from data_prep.engines.engine import WORKER_KILLED, WorkerKilled, in_processes, progress_bar
+from data_prep.mds.dataset import FAILURES_SCHEMA
 from data_prep.mds.job import Job, Share, Tally
-from data_prep.mds.parts import FAILURES_SCHEMA
 from data_prep.sources.base import readable
 from data_prep.sources.img2dataset import DONE_NAME, LISTS_NAME, RECORD_NAME
 from data_prep.sources.parquet import each_once
@@ -172,11 +161,7 @@ def download(
 
 
 def find_lists(urls: str) -> tuple[Folder, list[str], bool]:
-    """The folder of the lists, their names in it, and whether the whole folder was meant.
-
-    Raises:
-        DataError: there are none.
-    """
+    """The folder of the lists, their names in it, and whether the whole folder was meant. Raises DataError: there are none."""
     if '://' not in urls and not Path(urls).exists():
         raise DataError(f'{urls}: no such file or folder')
     if urls.endswith('.parquet') if '://' in urls else Path(urls).is_file():
@@ -210,6 +195,8 @@ class Crawl:
         """
         self.problems: list[str] = []
         self.num_tried = 0
+        self.num_shards = -(-self.urls.num_rows // self.rows_per_shard)
+        self.writer = ShardWriter(self.dest, self.work, self.fetching, self.retry_failed)
         with _alone(self.dest):
             with self.urls.path.open('rb') as file:
                 digest = hashlib.file_digest(file, 'sha256').hexdigest()
@@ -221,11 +208,34 @@ class Crawl:
                 self._download(torn)
             if self.problems:
                 raise IncompleteError(
-                    f'{self.dest.url}: {len(self.shards)} of {self._num_shards} shards are there; {self.problems[0]}; '
+                    f'{self.dest.url}: {len(self.shards)} of {self.num_shards} shards are there; {self.problems[0]}; '
                     'nothing is lost, run the same command again'
                 )
             self._write_failures()
         return self._tally()
+
+    def _find_shards(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+        """The stats of the shards that are there, and of those whose files do not fit together.
+
+        Raises:
+            DataError: stats that this command cannot have written.
+        """
+        files = self.dest.files()
+
+        def read(number: int) -> dict[str, Any]:
+            name = f'{shard_name(number)}{STATS}'
+            try:
+                return parse_json_object(self.dest.read(name))
+            except ValueError as error:
+                raise DataError(f'{self.dest.url}/{name}: cannot be read: {error}; restore it, or download into another DEST') from error
+
+        there = [number for number in range(self.num_shards) if f'{shard_name(number)}{STATS}' in files]
+        whole, torn = dict[int, dict[str, Any]](), dict[int, dict[str, Any]]()
+        with ThreadPoolExecutor(NUM_REQUESTS) as threads:
+            for number, stats in zip(there, threads.map(read, there), strict=True):
+                sizes = {suffix: files.get(f'{shard_name(number)}{suffix}', Stat(-1, '')).num_bytes for suffix in stats['bytes']}
+                (whole if sizes == stats['bytes'] else torn)[number] = stats
+        return whole, torn
 
     def _download(self, torn: Mapping[int, dict[str, Any]]) -> None:
         self._work_on(CrawlTask(number, networks=stats['networks']) for number, stats in torn.items())
@@ -233,32 +243,19 @@ class Crawl:
             self.dest.delete(f'{shard_name(number)}{STATS}')  # or they could be taken for those of the next files
         before = dict(self.shards)
         for _ in range(ATTEMPTS):
-            missing = set(range(self._num_shards)) - set(self.shards)
+            missing = set(range(self.num_shards)) - set(self.shards)
             if missing:
                 self.problems = []
-                self._work_on(self._fetches(missing))
+                pieces = self.urls.shards(self.rows_per_shard, missing)
+                self._work_on(CrawlTask(number, write_rows(number, rows, self.rows_per_shard, self.work)) for number, rows in pieces)
         if not self.problems:  # what was fetched just now need not be asked for again
             again = [CrawlTask(number, networks=stats['networks'], asks_again=True) for number, stats in before.items()]
-            self._work_on(task for task in again if any(self._writer.is_due(reason, task.networks) for reason in before[task.number]['status_dict']))
-
-    @property
-    def _writer(self) -> ShardWriter:
-        return ShardWriter(self.dest, self.work, self.fetching, self.retry_failed)
-
-    @property
-    def _num_shards(self) -> int:
-        return -(-self.urls.num_rows // self.rows_per_shard)
-
-    def _fetches(self, numbers: Collection[int]) -> Iterator[CrawlTask]:
-        for number, rows in self.urls.shards(self.rows_per_shard, numbers):
-            path = self.work / f'{shard_name(number)}.rows'
-            write_rows(number, rows, self.rows_per_shard, path)
-            yield CrawlTask(number, path)
+            self._work_on(task for task in again if any(self.writer.is_due(reason, task.networks) for reason in before[task.number]['status_dict']))
 
     def _work_on(self, tasks: Iterable[CrawlTask]) -> None:
         """Put the shards to their places as they come; an error of one is among the problems."""
         try:
-            with closing(in_processes(self._writer, tasks, self.processes, preload=[ShardWriter.__module__])) as outcomes:
+            with closing(in_processes(self.writer, tasks, self.processes, preload=[ShardWriter.__module__])) as outcomes:
                 for outcome in outcomes:
                     if outcome.problem:
                         self.problems.append(outcome.problem)
@@ -273,31 +270,10 @@ class Crawl:
         except WorkerKilled:
             self.problems.append(WORKER_KILLED)
 
-    def _stats(self, number: int) -> dict[str, Any]:
-        """Stats of a shard that is there. Raises DataError for a file that this command cannot have written."""
-        name = f'{shard_name(number)}{STATS}'
-        try:
-            return parse_json_object(self.dest.read(name))
-        except ValueError as error:
-            raise DataError(f'{self.dest.url}/{name}: cannot be read: {error}; restore it, or download into another DEST') from error
-
-    def _find_shards(self) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
-        """The stats of the shards that are there, and of those whose files do not fit together."""
-        files = self.dest.files()
-        there = [number for number in range(self._num_shards) if f'{shard_name(number)}{STATS}' in files]
-        with ThreadPoolExecutor(NUM_REQUESTS) as threads:
-            found = dict(zip(there, threads.map(self._stats, there), strict=True))
-        torn = {
-            number: stats
-            for number, stats in found.items()
-            if any(files.get(f'{shard_name(number)}{suffix}', Stat(-1, '')).num_bytes != num_bytes for suffix, num_bytes in stats['bytes'].items())
-        }
-        return {number: stats for number, stats in found.items() if number not in torn}, torn
-
     def _write_failures(self) -> None:
         path = self.work / DONE_NAME
         with pq.ParquetWriter(path, FAILURES_SCHEMA) as writer:
-            for number in range(self._num_shards):
+            for number in range(self.num_shards):
                 with (
                     TemporaryDirectory(dir=self.work) as scratch,
                     pq.ParquetFile(self.dest.fetch(f'{shard_name(number)}.parquet', Path(scratch))) as file,
@@ -311,7 +287,6 @@ class Crawl:
     def _tally(self) -> Tally:
         tally = Tally(attempted_now=self.num_tried, remarks=list(self.urls.remarks))
         for _, stats in sorted(self.shards.items()):
-            tally.attempted += stats['count']
             tally.kept_in[''] += stats['successes']
             tally.dropped.update({reason: count for reason, count in stats['status_dict'].items() if reason != SUCCESS})
             tally.num_bytes += sum(stats['bytes'].values())

@@ -30,7 +30,6 @@ from diffusion.common.text import counted, one_line
 
 SUFFIXES = ('.tar', '.parquet', '_stats.json')
 """The files of a shard in the order in which they are put to their places: a shard without stats is not there."""
-NAME_DIGITS = 5
 ADDED = dict.fromkeys(('key', 'status', 'error_message', 'width', 'height', 'original_width', 'original_height', 'sha256'), pa.string())
 ADDED |= dict.fromkeys(('width', 'height', 'original_width', 'original_height'), pa.int32())
 """Columns of the parquet file that the list does not have. Sides are null: nothing is decoded here."""
@@ -84,10 +83,7 @@ class ShardWriter:
             return Outcome(task.number, problem=f'shard {shard_name(task.number)}: {one_line(error)}')
 
     def is_due(self, reason: str, networks: Sequence[str]) -> bool:
-        """Whether a row that failed for this reason, when these networks were allowed, is asked for again.
-
-        Wider limits no longer refuse it, or it is of those to retry.
-        """
+        """Whether a row that failed for this reason, when these networks were allowed, is asked again: wider limits let it pass, or it may now."""
         if reason == f'{FAILED}{PRIVATE}':
             return not set(self.fetching.network_names) <= set(networks)
         if size := too_large(reason):
@@ -117,16 +113,17 @@ class ShardWriter:
 
 
 def shard_name(number: int) -> str:
-    return f'{number:0{NAME_DIGITS}d}'
+    return f'{number:05d}'
 
 
-def write_rows(number: int, rows: pa.Table, rows_per_shard: int, path: Path) -> None:
+def write_rows(number: int, rows: pa.Table, rows_per_shard: int, folder: Path) -> Path:
     """Write rows of a list for a worker: columns `url`, `caption` and any others, with keys that count through all shards."""
     digits = len(str(rows_per_shard - 1))
     keys = [f'{shard_name(number)}{i:0{digits}d}' for i in range(rows.num_rows)]
     for name, kind in ADDED.items():
         rows = rows.append_column(name, pa.array(keys) if name == 'key' else pa.nulls(rows.num_rows, kind))
-    pq.write_table(rows, path)
+    pq.write_table(rows, folder / f'{shard_name(number)}.rows')
+    return folder / f'{shard_name(number)}.rows'
 
 
 def too_large(reason: str) -> float | None:
@@ -155,14 +152,24 @@ def _fetch_rows(table: pa.Table, due: Iterable[bool], tar: tarfile.TarFile, fetc
     rows = table.to_pylist()
     waiting = iter([row for row, is_due in zip(rows, due, strict=True) if is_due])
 
+    async def tried(session: Any, url: str | None) -> bytes:
+        for _ in range(fetching.retries):
+            try:
+                return await fetch(session, url, fetching)
+            except FetchError as error:
+                if not may_pass(f'{FAILED}{error}'):
+                    raise
+        return await fetch(session, url, fetching)
+
     async def work_through(session: Any) -> None:
         for row in waiting:  # each of the workers takes the next
             try:
-                content = await _tried(session, row['url'], fetching)
+                content = await tried(session, row['url'])
             except FetchError as error:
                 row |= {'status': NOT_FETCHED, 'error_message': str(error)}
                 continue
-            if not _is_image(content):
+            begins_like_an_image = content.startswith((b'\xff\xd8\xff', b'\x89PNG\r\n\x1a\n')) or (content[:4], content[8:12]) == (b'RIFF', b'WEBP')
+            if not begins_like_an_image:  # but like a web page; `convert` decodes what is kept
                 row |= {'status': NOT_KEPT, 'error_message': 'not a JPEG, PNG or WebP'}
                 continue
             row |= {'status': SUCCESS, 'error_message': None, 'sha256': hashlib.sha256(content).hexdigest()}
@@ -182,27 +189,8 @@ def _fetch_rows(table: pa.Table, due: Iterable[bool], tar: tarfile.TarFile, fetc
     return table
 
 
-async def _tried(session: Any, url: str | None, fetching: Fetching) -> bytes:
-    for _ in range(fetching.retries):
-        try:
-            return await fetch(session, url, fetching)
-        except FetchError as error:
-            if not may_pass(f'{FAILED}{error}'):
-                raise
-    return await fetch(session, url, fetching)
-
-
-def _is_image(content: bytes) -> bool:
-    """Whether it begins like one, unlike a web page; `convert` decodes it."""
-    return content.startswith((b'\xff\xd8\xff', b'\x89PNG\r\n\x1a\n')) or (content[:4] == b'RIFF' and content[8:12] == b'WEBP')
-
-
 def check(number: int, num_rows: int, folder: Path, networks: Sequence[str]) -> dict[str, Any]:
-    """Write and return the stats of a shard whose files are all there and agree.
-
-    Raises:
-        ShardError: they do not.
-    """
+    """Write and return the stats of a shard whose files are all there and agree. Raises ShardError: they do not."""
     tar_path, parquet, stats_path = (folder / f'{shard_name(number)}{suffix}' for suffix in SUFFIXES)
     table = _read(parquet)
     statuses = Counter(table['status'].to_pylist())

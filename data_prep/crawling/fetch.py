@@ -122,11 +122,7 @@ class _Resolver(aiohttp.ThreadedResolver):
 
 
 async def fetch(session: aiohttp.ClientSession, url: str | None, fetching: Fetching) -> bytes:
-    """The body at a URL.
-
-    Raises:
-        FetchError: it could not be had, must not be had, or is too large.
-    """
+    """The body at a URL. Raises FetchError: it could not be had, must not be had, or is too large."""
     if not url or not url.isascii() or not url.isprintable() or ' ' in url:
         raise FetchError(BAD_URL)
     try:

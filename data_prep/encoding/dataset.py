@@ -1,25 +1,22 @@
 """An MDS dataset of images to one of latents: shards are read, decoded and resized one at a time in each process, then encoded, and written."""
 
-from __future__ import annotations
-
 import io
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data_prep.engines.batches import BatchWork, ShardMessages
-from data_prep.engines.engine import Engine
-from data_prep.engines.local import IN_THIS_PROCESS, LocalEngine
-from data_prep.mds.dataset import Dataset
-from data_prep.mds.job import ALONE, Job, Share, Tally
-from data_prep.mds.parts import Columns, PartEnd, PartsWriting
+from data_prep.engines.batches import BatchWork, ImageBatch, PartEnd
+from data_prep.engines.engine import IN_THIS_PROCESS, Engine, LocalEngine
+from data_prep.mds.dataset import Columns, Dataset, PartWriter
+from data_prep.mds.job import ALONE, Share, Tally
 from data_prep.sources.folder import open_source
 from data_prep.sources.mds import find_images
 from diffusion.common.storage import Folder, open_folder, write
@@ -39,53 +36,80 @@ BUCKET = 'bucket'  # the resolution of each aspect bucket, as the dataset's reco
 
 
 @dataclass(frozen=True)
-class Encoding:
-    """Source and destination, and what each stream holds."""
+class Encoders:
+    """The VAE and, if captions are stored too, the text encoders of one process."""
 
-    source: Folder
-    job: Job
+    location: EncoderSource  # where they come from
+    network: str | None  # the model.network whose family's text encoders encode the captions; None: none do
+    vae: Vae
+    text: TextEncoders | None
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @classmethod
+    def find(cls, location: EncoderSource, network: str | None) -> Self:
+        """Configurations and tokenizers; weights are read when they are first used. Raises EncoderError: they cannot be read."""
+        where = location.source, location.revision
+        return cls(location, network, Vae.find(*where), None if network is None else family_of(network).find_text(*where))
+
+    def load(self, device: torch.device) -> None:
+        """Read the weights to `device`. Raises EncoderError if that fails."""
+        for part in [self.vae, *(self.text.parts.values() if self.text is not None else [])]:
+            part.to(device)
+            _ = part.module
+
+    def digests(self) -> dict[str, str | None]:
+        """Digests of what is loaded, as DEST's record has them."""
+        found: dict[str, str | None] = {'vae_sha256': self.vae.sha256, 'text_encoder_sha256': None}
+        if self.text is not None:
+            found['text_encoder_sha256'] = ', '.join(part.sha256 for part in self.text.parts.values())
+            found['tokenizers_sha256'] = ', '.join(self.text.tokenizer_digests.values())
+        return found
+
+    def encode(self, batch: ImageBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """(B, 2C, h, w) float16 moments of (B, 3, H, W) uint8, and the captions by column. Of several threads one encodes at a time."""
+        with self._lock:
+            moments = self.vae.encode(batch.inputs['images'].to(self.vae.device, non_blocking=True)).half()
+            return moments, {} if self.text is None else encode_captions(self.text, [row['caption'] for row in batch.rows])
+
+    def __reduce__(self) -> Any:
+        return Encoders.find, (self.location, self.network)
+
+
+def encode_captions(text: TextEncoders, captions: Sequence[str]) -> dict[str, Tensor]:
+    """(B, ...) float16 by column, what the network sees of the captions."""
+    return text.encode(text.tokenize(captions)).to_store()
+
+
+@dataclass(frozen=True)
+class EncodeWork(BatchWork):
+    """Encodes shards of images; each becomes a part."""
+
+    label = 'encode'
+
+    encoders: Encoders
     sizes: Mapping[str, tuple[int, int]]
     """Width and height of each stream, in pixels."""
     by_bucket: bool
     """Whether an image stays in the stream that it is in; otherwise it goes into each."""
-    columns: Mapping[str, Columns]
-    shard_bytes: int
 
-    def sizes_of(self, shard: Shard) -> Mapping[str, tuple[int, int]]:
-        """The streams that a shard's images go into."""
-        return {shard.stream: self.sizes[shard.stream]} if self.by_bucket else self.sizes
+    @property
+    def device(self) -> torch.device:
+        return self.encoders.vae.device
 
+    def load(self, device: torch.device) -> None:
+        """The encoders are read from their location, and have to be those that the dataset was begun with."""
+        self.encoders.load(device)
+        for name, sha256 in self.encoders.digests().items():
+            begun_with = self.job.settings.get(name)
+            if sha256 != begun_with:
+                what = name.removesuffix('_sha256')
+                raise EncoderError(f'{self.encoders.location.source}: {what} has SHA-256 {sha256}, the dataset was begun with {begun_with}')
 
-@dataclass(frozen=True)
-class Pixels:
-    """A batch of one part and one stream: (B, 3, H, W) uint8, and the rows they are of."""
-
-    part: Shard
-    stream: str
-    images: Tensor
-    rows: list[dict[str, Any]]
-
-    def pin_memory(self) -> Pixels:
-        """Pin the tensors for the DataLoader, which finds none in a class by itself."""
-        return replace(self, images=self.images.pin_memory())
-
-
-Message = Pixels | PartEnd | Exception
-"""About a part, in this order: its batches and its end; or the error that reading it met."""
-
-
-class PixelsOfShards(ShardMessages):
-    """Messages about all rows of some shards."""
-
-    def __init__(self, encoding: Encoding, shards: Sequence[Shard], batch_size: int):
-        super().__init__(encoding.job, shards)
-        self.encoding, self.batch_size = encoding, batch_size
-
-    def of_shard(self, shard: Shard, scratch: Path) -> Iterator[Pixels | PartEnd]:
-        sizes = self.encoding.sizes_of(shard)
+    def batches(self, shard: Shard, scratch: Path) -> Iterator[ImageBatch | PartEnd]:
+        sizes = {shard.stream: self.sizes[shard.stream]} if self.by_bucket else self.sizes
         waiting: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {stream: [] for stream in sizes}
         failures = []
-        for row in read_shard(self.encoding.source, shard, scratch):
+        for row in read_shard(self.source, shard, scratch):
             content = row.pop('image')
             for stream, size in sizes.items():
                 try:
@@ -102,23 +126,11 @@ class PixelsOfShards(ShardMessages):
         yield from (_batch(shard, stream, rest) for stream, rest in waiting.items() if rest)
         yield PartEnd(shard, failures)
 
+    def compute(self, batch: ImageBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.encoders.encode(batch)
 
-def batch_at(size_px: tuple[int, int], batch_size: int) -> int:
-    """Images a pass: as many pixels as `batch_size` squares of 256 px have, or fewer."""
-    return max(1, min(batch_size, batch_size * 256**2 // math.prod(size_px)))
-
-
-def _batch(shard: Shard, stream: str, waiting: list[tuple[Tensor, dict[str, Any]]]) -> Pixels:
-    return Pixels(shard, stream, torch.stack([pixels for pixels, _ in waiting]), [row for _, row in waiting])
-
-
-class Writing(PartsWriting):
-    """Writes the parts of an encoding."""
-
-    def write(self, batch: Pixels, moments_on_device: Tensor, embeddings_on_device: Mapping[str, Tensor]) -> None:
-        """Write an encoded batch; the tensors may not be computed yet."""
-        writer, moments = self.writer(batch.part), moments_on_device.cpu().numpy()
-        embeddings = {column: encoded.cpu().numpy() for column, encoded in embeddings_on_device.items()}
+    def write(self, writer: PartWriter, batch: ImageBatch, *computed: Any) -> None:
+        moments, embeddings = computed[0].cpu().numpy(), {column: encoded.cpu().numpy() for column, encoded in computed[1].items()}
         for i, row in enumerate(batch.rows):
             if not np.isfinite(moments[i]).all():
                 writer.drop(row['key'], row.get('url', ''), 'latents not finite')
@@ -127,102 +139,13 @@ class Writing(PartsWriting):
             writer.keep({column: values[column] for column in self.columns[batch.stream]}, batch.stream)
 
 
-@dataclass(frozen=True)
-class Encoders:
-    """The VAE and, if captions are stored too, the text encoders of one process."""
-
-    location: EncoderSource  # where they come from
-    network: str | None  # the model.network whose family's text encoders encode the captions; None: none do
-    vae: Vae
-    text: TextEncoders | None
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    @classmethod
-    def find(cls, location: EncoderSource, network: str | None) -> Encoders:
-        """Configurations and tokenizers; weights are read when they are first used.
-
-        Raises:
-            EncoderError: they cannot be read.
-        """
-        where = location.source, location.revision
-        return cls(location, network, Vae.find(*where), None if network is None else family_of(network).find_text(*where))
-
-    def load(self, device: torch.device) -> None:
-        """Read the weights to `device`. Raises EncoderError if that fails."""
-        for part in [self.vae, *(self.text.parts.values() if self.text is not None else [])]:
-            part.to(device)
-            _ = part.module
-
-    @property
-    def text_sha256(self) -> str | None:
-        return None if self.text is None else ', '.join(part.sha256 for part in self.text.parts.values())
-
-    @property
-    def tokenizers_sha256(self) -> str | None:
-        return None if self.text is None else ', '.join(self.text.tokenizer_digests.values())
-
-    def encode(self, batch: Pixels) -> tuple[Tensor, dict[str, Tensor]]:
-        """(B, 2C, h, w) float16 moments, and the captions by column. Of several threads one encodes at a time."""
-        with self._lock:
-            moments = self.vae.encode(batch.images.to(self.vae.device, non_blocking=True)).half()
-            return moments, {} if self.text is None else encode_captions(self.text, [row['caption'] for row in batch.rows])
-
-    def __reduce__(self) -> Any:
-        return Encoders.find, (self.location, self.network)
+def batch_at(size_px: tuple[int, int], batch_size: int) -> int:
+    """Images a pass: as many pixels as `batch_size` squares of 256 px have, or fewer."""
+    return max(1, min(batch_size, batch_size * 256**2 // math.prod(size_px)))
 
 
-def encode_captions(text: TextEncoders, captions: Sequence[str]) -> dict[str, Tensor]:
-    """(B, ...) float16 by column, what the network sees of the captions."""
-    return text.encode(text.tokenize(captions)).to_store()
-
-
-@dataclass(frozen=True)
-class EncodeWork(BatchWork[Message]):
-    """Encodes shards of images; each becomes a part."""
-
-    label = 'encode'
-
-    encoding: Encoding
-    encoders: Encoders
-    batch_size: int
-
-    @property
-    def reads(self) -> Folder:
-        return self.encoding.source
-
-    @property
-    def writes(self) -> Folder:
-        return self.encoding.job.dest
-
-    @property
-    def device(self) -> torch.device:
-        return self.encoders.vae.device
-
-    def read(self, shards: Sequence[Shard]) -> PixelsOfShards:
-        return PixelsOfShards(self.encoding, shards, self.batch_size)
-
-    def writing(self) -> Writing:
-        return Writing(self.encoding.job, self.encoding.columns, self.encoding.shard_bytes)
-
-    def step(self, writing: Writing, batch: Pixels) -> None:
-        writing.submit(writing.write, batch, *self.encoders.encode(batch))
-
-    def load(self, device: torch.device) -> None:
-        """The encoders are read from their location, and have to be those that the dataset was begun with."""
-        self.encoders.load(device)
-        encoders = self.encoders
-        for name, sha256 in (('vae', encoders.vae.sha256), ('text_encoder', encoders.text_sha256), ('tokenizers', encoders.tokenizers_sha256)):
-            begun_with = self.encoding.job.settings.get(f'{name}_sha256')
-            if sha256 != begun_with:
-                raise EncoderError(f'{self.encoders.location.source}: {name} has SHA-256 {sha256}, the dataset was begun with {begun_with}')
-
-    def pack(self, message: Message) -> Any:
-        """Arrays: Ray moves their memory without a copy, and pickles tensors."""
-        return replace(message, images=message.images.numpy()) if isinstance(message, Pixels) else message  # type: ignore[arg-type]
-
-    def unpack(self, packed: Any) -> Message:
-        """Copy what comes from Ray: it cannot be written to, and PyTorch has no such tensors."""
-        return replace(packed, images=torch.from_numpy(packed.images.copy())) if isinstance(packed, Pixels) else packed  # type: ignore[attr-defined]
+def _batch(shard: Shard, stream: str, waiting: list[tuple[Tensor, dict[str, Any]]]) -> ImageBatch:
+    return ImageBatch(shard, stream, {'images': torch.stack([pixels for pixels, _ in waiting])}, [row for _, row in waiting])
 
 
 def encode(
@@ -259,7 +182,10 @@ def encode(
     if device is not None:
         encoders.load(device)
     streams = {stream: Manifest.read(f'{source}/{stream}') for stream in made_from.streams} or {'': made_from}
-    sizes = _bucket_sizes(source, streams) if resolutions is None else _squares(resolutions)
+    if resolutions is None:
+        sizes = _bucket_sizes(source, streams)
+    else:  # a single resolution needs no stream
+        sizes = {'' if len(resolutions) == 1 else str(side): (side, side) for side in sorted(set(resolutions))}
     for side in sorted({side for size in sizes.values() for side in size}):
         if side % vae.downsampling:
             raise DataError(f'--resolution {side} is not a multiple of the {vae.downsampling} pixels per latent of {location.source}')
@@ -270,19 +196,19 @@ def encode(
     columns = {stream: columns_of(vae, text, size, several_captions) for stream, size in sizes.items()}
     transform = RECTANGLE if resolutions is None else SQUARE
     family = None if network is None else find_network(network).family  # the same encoders encode otherwise for another family, by a mask for example
-    text_sha256 = encoders.text_sha256
+    digests = encoders.digests()
     dataset = Dataset(
         dest=open_folder(dest),
-        parts=list(shards),
-        identify=lambda name: shards[name].fingerprint,
+        parts=shards,
+        identify=lambda shard: shard.fingerprint,
         columns=columns,
         settings={
             'command': 'encode',
             'resolution': BUCKET if resolutions is None else sorted(set(resolutions)),
-            'vae_sha256': vae.sha256,
-            'text_encoder_sha256': text_sha256,
+            'vae_sha256': digests['vae_sha256'],
+            'text_encoder_sha256': digests['text_encoder_sha256'],
             'text_family': family,
-            **({} if text is None else {'tokenizers_sha256': encoders.tokenizers_sha256}),
+            **{name: digest for name, digest in digests.items() if name == 'tokenizers_sha256'},
             'transform': transform,
             'batch_size': batch_size,  # the last bits of the moments depend on it
             'shard_bytes': shard_bytes,
@@ -299,16 +225,11 @@ def encode(
             stream: {'bucket': streams[stream].bucket} if resolutions is None else {'resolution': size[0]} for stream, size in sizes.items()
         },
     )
-    work = EncodeWork(Encoding(folder, dataset.job, sizes, resolutions is None, columns, shard_bytes), encoders, batch_size)
+    work = EncodeWork(folder, dataset.job, columns, shard_bytes, batch_size, encoders, sizes, by_bucket=resolutions is None)
     with dataset.job.begun(first=[in_stream(stream, name) for stream in columns for name in EMPTY_CAPTIONS.values()]):
         if text is not None and not share.merge_only:
             write_empty_captions(text, dataset.dest, list(columns))
-        return dataset.complete(lambda names: engine.map(work, [shards[name] for name in names]), share)
-
-
-def _squares(resolutions: list[int]) -> dict[str, tuple[int, int]]:
-    """(width, height) by stream; a single resolution needs none."""
-    return {'' if len(resolutions) == 1 else str(side): (side, side) for side in sorted(set(resolutions))}
+        return dataset.complete(partial(engine.map, work), share)
 
 
 def _bucket_sizes(source: str | Path, streams: Mapping[str, Manifest]) -> dict[str, tuple[int, int]]:

@@ -12,13 +12,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic
 
 from tqdm import tqdm
 
-from data_prep.engines.engine import Engine, Item, PartWork, Result, StreamedWork
-from data_prep.engines.local import expect, progress_bar
+from data_prep.engines.engine import Engine, Item, PartWork, Result, StreamedWork, expect, progress_bar
 from diffusion.common.environment import code_identity
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal, connect, disconnect, refuse_lost_head, room_for
 from diffusion.common.storage import LocalFolder, scratch_for
@@ -34,34 +34,19 @@ POLL_SEC = 1.0
 PATIENCE_SEC = 120  # for all machines to answer a check, which start a process for it
 
 
+@dataclass
 class ClusterEngine(Engine):
-    """Actors of a Ray cluster: the one at an address, or one of this host alone, which ends with this process.
+    """Actors of a Ray cluster: the one at an address, or one of this host alone, which ends with this process."""
 
-    Args:
-        address: of the cluster, as `ray_cluster.connect` takes it.
-        actors: number of workers; None: as many as fit.
-        cpus: of each worker, and threads.
-        gpus: of each worker, a fraction where several share one; None: one if the work is faster on a GPU and the cluster has any.
-        resource: a resource that the cluster's owner has given to some machines, such as `A10G`; each worker takes 1 of it.
-        decoders: tasks on any machine that read, decode and resize for the workers; 0: each worker does so itself.
-        part_min: minutes after which a part's worker is killed.
-        wait_min: minutes to wait for machines that are not there yet.
-    """
-
-    def __init__(
-        self,
-        address: str | None = None,
-        actors: int | None = None,
-        cpus: int = 1,
-        gpus: float | None = None,
-        resource: str | None = None,
-        decoders: int = 0,
-        part_min: float = 30,
-        wait_min: float = 0,
-    ):
-        self.address, self.actors, self.cpus, self.gpus, self.resource, self.decoders = address, actors, cpus, gpus, resource, decoders
-        self.part_min, self.wait_min = part_min, wait_min
-        self._connected_here = False
+    address: str | None = None  # of the cluster, as `ray_cluster.connect` takes it
+    actors: int | None = None  # number of workers; None: as many as fit
+    cpus: int = 1  # of each worker, and threads
+    gpus: float | None = None  # of each worker, a fraction where several share one; None: one if the work is faster on a GPU and the cluster has any
+    resource: str | None = None  # that the cluster's owner has given to some machines, such as `A10G`; each worker takes 1 of it
+    decoders: int = 0  # tasks on any machine that read, decode and resize for the workers; 0: each worker does so itself
+    part_min: float = 30  # minutes after which a part's worker is killed
+    wait_min: float = 0  # minutes to wait for machines that are not there yet
+    _connected_here: bool = field(default=False, init=False)
 
     def map(self, work: PartWork[Item, Result], items: Sequence[Item]) -> Iterator[Result]:
         """Yield the results as they come, as `Engine.map`.
@@ -136,27 +121,23 @@ def describe(needs: Mapping[str, float]) -> str:
 
 @contextmanager
 def check_for(work: PartWork[Any, Any], item: Any) -> Iterator[Any]:
-    """The NodeCheck of machines that do this work; a token for it is in DEST until the end of the block."""
-    from data_prep.engines.worker import NodeCheck
+    """The check of machines that do this work, to be called there; a token for it is in DEST until the end of the block."""
+    from data_prep.engines.worker import check_machine
 
-    source = f'{work.reads.url}/{work.file(item)}' if isinstance(work.reads, LocalFolder) else None
+    source = f'{work.reads.url}/{item.path}' if isinstance(work.reads, LocalFolder) else None
     with ExitStack() as stack:
         token = None
         if isinstance(work.writes, LocalFolder):
             path, content = stack.enter_context(scratch_for(work.writes)) / 'token', secrets.token_hex(8)
             path.write_text(content)
             token = str(path), content
-        yield NodeCheck(code_identity(), os.getcwd(), source, token)
+        yield partial(check_machine, code_identity(), os.getcwd(), source, token)
 
 
 def check_nodes(ray: Any, nodes: Sequence[Mapping[str, Any]], check: Any) -> None:
-    """Ask every one of these machines.
-
-    Raises:
-        ClusterRefusal: on one of them something is not the same; the message has its address.
-    """
-    task, on = ray.remote(num_cpus=0, max_retries=1)(type(check).enter), ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    asked = {task.options(scheduling_strategy=on(node['NodeID'], soft=False)).remote(check): node['NodeManagerAddress'] for node in nodes}
+    """Ask every one of these machines. Raises ClusterRefusal: on one of them something is not the same; the message has its address."""
+    task, on = ray.remote(num_cpus=0, max_retries=1)(check.func), ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    asked = {task.options(scheduling_strategy=on(node['NodeID'], soft=False)).remote(*check.args): node['NodeManagerAddress'] for node in nodes}
     answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=PATIENCE_SEC)
     for ref in answered:
         where = f'machine {asked[ref]} of the Ray cluster'
@@ -245,7 +226,7 @@ class WorkerPool(Generic[Item, Result]):
             first = self.set_aside[0]
             many = f' (and {counted(len(self.set_aside) - 1, "other part")})' if len(self.set_aside) > 1 else ''
             raise IncompleteError(
-                f'{self.work.writes.url}: part {self.work.name(first.item)}, read from {self.work.reads.url}/{self.work.file(first.item)},{many} was '
+                f'{self.work.writes.url}: part {first.item.name}, read from {self.work.reads.url}/{first.item.path},{many} was '
                 f'set aside after {counted(first.attempts, "attempt")} that ended with its worker; the last one: {first.reason}. All other '
                 'parts are done. Look at that file, give workers more memory (fewer of them on a machine: --ray-cpus), or leave the file out of '
                 'SOURCE, and run the same command again'
@@ -312,7 +293,7 @@ class WorkerPool(Generic[Item, Result]):
             self.waiting.append(part)
         else:
             self.set_aside.append(part)
-            self._say(f'part {self.work.name(part.item)} is set aside; the others are done first')
+            self._say(f'part {part.item.name} is set aside; the others are done first')
 
     def _kill_overdue(self) -> None:
         """Kill workers of parts that take too long; Ray starts them again."""
@@ -320,7 +301,7 @@ class WorkerPool(Generic[Item, Result]):
             if time.monotonic() - since > self.part_min * 60:
                 del self.calls[call]
                 reason = f'it took more than {self.part_min:g} minutes (--ray-part-min)'
-                self._say(f'part {self.work.name(part.item)}: {reason}; its worker was killed')
+                self._say(f'part {part.item.name}: {reason}; its worker was killed')
                 self._try_again(part, reason)
                 if worker.address:
                     self.ray.kill(worker.actor, no_restart=False)
@@ -337,7 +318,7 @@ class WorkerPool(Generic[Item, Result]):
         if self.calls:
             _, oldest, since = min(self.calls.values(), key=lambda each: each[2])
             self._say(
-                f'no part has ended for {waited_min:.0f} min; {counted(len(self.calls), "part")} being done, {self.work.name(oldest.item)} for '
+                f'no part has ended for {waited_min:.0f} min; {counted(len(self.calls), "part")} being done, {oldest.item.name} for '
                 f'{(now - since) / 60:.0f} min (--ray-part-min {self.part_min:g}); {amounts}'
             )
             return

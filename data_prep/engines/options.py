@@ -1,12 +1,14 @@
 """Options of convert, encode and recaption that choose an engine."""
 
+from collections.abc import Callable
+from contextlib import closing
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, PositiveFloat, PositiveInt, model_validator
 
-from data_prep.engines.engine import Engine
-from data_prep.engines.local import LocalEngine
-from data_prep.mds.command import DatasetRequest
+from data_prep.engines.engine import Engine, LocalEngine
+from data_prep.mds.command import DatasetRequest, run_command
+from data_prep.mds.job import Tally
 from diffusion.common.command_line import option
 from diffusion.common.ray_cluster import wrong_address
 
@@ -68,13 +70,15 @@ class EngineRequest(DatasetRequest):
             raise ValueError('--ray-wait-min needs --ray-actors: how many workers to ask the machines for that come')
         return self
 
-    def make_engine(self) -> Engine:
-        """Return the engine that was asked for."""
-        if self.engine == 'local':
-            return LocalEngine(self.num_processes)
-        from data_prep.engines.cluster import ClusterEngine  # nothing of it is there without the option
+    def run(self, dest: str, work: Callable[[Engine], Tally]) -> int:
+        """Do the work by the engine that was asked for, as `run_command`."""
+        engine: Engine = LocalEngine(self.num_processes)
+        if self.engine == 'ray':
+            from data_prep.engines.cluster import ClusterEngine  # nothing of it is there without the option
 
-        return ClusterEngine(**self._of_ray())
+            engine = ClusterEngine(**self._of_ray())
+        with closing(engine):
+            return run_command(dest, lambda: work(engine))
 
 
 class ModelEngineRequest(EngineRequest):

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +27,34 @@ class ReaderLost(Exception):
     """The process that read for a part is gone, or its machine."""
 
 
-@dataclass(frozen=True)
-class NodeCheck:
-    """Compares the machine that it arrives at with the driver's.
+def check_machine(identity: Mapping[str, str | None], folder: str, source: str | None, token: tuple[str, str] | None) -> str | None:
+    """Change to the driver's working folder, and return what is not the same here; None if nothing.
 
-    Attributes:
+    Args:
         identity: `code_identity` of the driver.
         folder: the driver's working folder, below which relative paths are.
         source: a local file of SOURCE.
         token: a local file in DEST, and what the driver wrote there.
     """
+    with suppress(OSError):  # if there is no such folder, only relative paths miss it, and they say so below
+        os.chdir(folder)
+    here = code_identity()
+    different = [f'{name} is {here.get(name)}, the driver has {value}' for name, value in identity.items() if here.get(name) != value]
+    if different:
+        return f'{"; ".join(different)}: install the same versions on all machines, or they would write unequal parts of one dataset'
+    if source is not None and not Path(source).exists():
+        return f'{Path(source).absolute()} of SOURCE is not there: {REMEDY}'
+    if token is not None:
+        path, content = token
+        with suppress(OSError):
+            if Path(path).read_text() == content:
+                return None
+        return f'DEST {Path(path).absolute().parents[1]} is another folder there than here: {REMEDY}'
+    return None
 
-    identity: Mapping[str, str | None]
-    folder: str
-    source: str | None
-    token: tuple[str, str] | None
 
-    def enter(self) -> str | None:
-        """Change to the driver's working folder, and return what is not the same here; None if nothing."""
-        with suppress(OSError):  # if there is no such folder, only relative paths miss it, and they say so below
-            os.chdir(self.folder)
-        here = code_identity()
-        different = [f'{name} is {here.get(name)}, the driver has {value}' for name, value in self.identity.items() if here.get(name) != value]
-        if different:
-            return f'{"; ".join(different)}: install the same versions on all machines, or they would write unequal parts of one dataset'
-        if self.source is not None and not Path(self.source).exists():
-            return f'{Path(self.source).absolute()} of SOURCE is not there: {REMEDY}'
-        if self.token is not None:
-            path, content = self.token
-            with suppress(OSError):
-                if Path(path).read_text() == content:
-                    return None
-            return f'DEST {Path(path).absolute().parents[1]} is another folder there than here: {REMEDY}'
-        return None
+Check = Callable[[], str | None]
+"""`check_machine` with the driver's side of it."""
 
 
 class PartActor:
@@ -71,7 +65,7 @@ class PartActor:
         read_elsewhere: tasks on other machines read, and their messages stream to this one.
     """
 
-    def __init__(self, work: PartWork[Any, Any], cpus: int, gpus: float, check: NodeCheck, read_elsewhere: bool):
+    def __init__(self, work: PartWork[Any, Any], cpus: int, gpus: float, check: Check, read_elsewhere: bool):
         self.work, self.cpus, self.gpus, self.check, self.read_elsewhere = work, cpus, gpus, check, read_elsewhere
         self._make: Callable[[Any], Any] | None = None
 
@@ -79,7 +73,7 @@ class PartActor:
         """Load what all parts need, before any `do`; returns the address of this machine."""
         address = ray.util.get_node_ip_address()
         try:
-            if problem := self.check.enter():
+            if problem := self.check():
                 raise IncompleteError(f'machine {address} of the Ray cluster: {problem}')
             if self._make is None:  # it is there if this process was only out of reach
                 self._make = self._start()
@@ -132,9 +126,9 @@ class PartActor:
             ray.cancel(stream)
 
 
-def read_part(work: StreamedWork[Any, Any, Any], item: Any, check: NodeCheck) -> Iterator[Any]:
+def read_part(work: StreamedWork[Any, Any, Any], item: Any, check: Check) -> Iterator[Any]:
     """Yield the messages of an item, packed for the way."""
-    if problem := check.enter():
+    if problem := check():
         yield IncompleteError(f'machine {ray.util.get_node_ip_address()} of the Ray cluster: {problem}')
         return
     for message in work.messages(item):  # not `yield from`: Ray sends something into the generator

@@ -45,11 +45,7 @@ class SharedRequest(Arguments):
         return rank if self.rank is None else self.rank, self.world_size or world_size
 
     def own_share(self) -> Share:
-        """Return this host's share of the work.
-
-        Raises:
-            DataError: there is no such rank.
-        """
+        """Return this host's share of the work. Raises DataError: there is no such rank."""
         return Share(*self.ranks)
 
 
@@ -74,15 +70,25 @@ def run_command(dest: str, work: Callable[[], Tally]) -> int:
     """Do the work on this host's share and print the closing table; returns the exit code."""
     start = time.monotonic()
 
-    def table() -> int:
+    def work_and_report() -> int:
         tally = work()
-        print_page(closing_table(dest, tally, time.monotonic() - start))
+        seconds, share = time.monotonic() - start, 100 / max(1, tally.attempted)
+        lines = [('attempted', tally.attempted, ''), ('kept', tally.kept, f'{tally.kept * share:.1f} %')]
+        counts = [(f'  in {stream}', count) for stream, count in sorted(tally.kept_in.items()) if stream]
+        counts += [(f'  {note}', count) for note, count in tally.notes.most_common()]
+        counts += [(f'dropped: {reason}', count) for reason, count in tally.dropped.most_common()]
+        lines += [(label, count, f'{count * share:.1f} %') for label, count in counts]
+        width = max(len(label) for label, *_ in lines)
+        table = [f'  {label:<{width}}  {count:>13,}  {note:>7}'.rstrip() for label, count, note in lines]
+        now = f'{counted(tally.attempted_now, "row")} now, {tally.attempted - tally.attempted_now:,} before or by others'
+        speed = f'{seconds:.1f} s, {tally.attempted_now / seconds:,.0f} images/s'
+        print_page('\n'.join([dest, *table, f'  {tally.num_bytes / 1e6:,.1f} MB written; {now}; {speed}', *tally.remarks]))
         if tally.attempted and not tally.kept:
             print_message(f'{dest}: nothing was kept; the table says why')
             return BAD_INPUT
         return 0
 
-    return exit_code(dest, table)
+    return exit_code(dest, work_and_report)
 
 
 def exit_code(where: str, work: Callable[[], int]) -> int:
@@ -96,17 +102,3 @@ def exit_code(where: str, work: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print_message(f'{where}: stopped; nothing is lost, run the same command again to resume')
         return INTERRUPTED
-
-
-def closing_table(dest: str, tally: Tally, seconds: float) -> str:
-    """Rows attempted, kept, dropped by reason; what was changed; bytes and speed."""
-    share = 100 / max(1, tally.attempted)
-    lines = [('attempted', tally.attempted, ''), ('kept', tally.kept, f'{tally.kept * share:.1f} %')]
-    lines += [(f'  in {stream}', count, f'{count * share:.1f} %') for stream, count in sorted(tally.kept_in.items()) if stream]
-    lines += [(f'  {note}', count, f'{count * share:.1f} %') for note, count in tally.notes.most_common()]
-    lines += [(f'dropped: {reason}', count, f'{count * share:.1f} %') for reason, count in tally.dropped.most_common()]
-    width = max(len(label) for label, *_ in lines)
-    table = [f'  {label:<{width}}  {count:>13,}  {note:>7}'.rstrip() for label, count, note in lines]
-    now = f'{counted(tally.attempted_now, "row")} now, {tally.attempted - tally.attempted_now:,} before or by others'
-    speed = f'{seconds:.1f} s, {tally.attempted_now / seconds:,.0f} images/s'
-    return '\n'.join([dest, *table, f'  {tally.num_bytes / 1e6:,.1f} MB written; {now}; {speed}', *tally.remarks])

@@ -6,7 +6,8 @@
     DEST/[STREAM/]index.json, failures.parquet  merged from the markers once all parts are there
     DEST/[STREAM/]manifest.json                 last of all
 
-Run the same command again after any stop: finished parts are kept, the unfinished ones are done again.
+Run the same command again after any stop: finished parts are kept, the unfinished ones are done again. The shards of a part go to their places
+first and its marker last, so a part is there when its marker is. A part written twice is the same twice.
 """
 
 import hashlib
@@ -14,12 +15,13 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -27,39 +29,103 @@ import pyarrow.parquet as pq
 
 from data_prep.mds.job import ALONE, Job, Share, Tally, compare
 from data_prep.mds.oddities import IDENTICAL, REPEATED, Repeats
-from data_prep.mds.parts import FAILURES_SCHEMA, HASHES, PARTS, Columns
 from diffusion import __version__
 from diffusion.common.files import parse_json
+from diffusion.common.processes import quick_imports
 from diffusion.common.storage import NUM_REQUESTS, Folder, Stat, scratch_for, sweep, write
 from diffusion.contracts.errors import DataError, IncompleteError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
 from diffusion.datasets.shards import in_stream
 
+Item = TypeVar('Item')
+HASHES = ['sha256']
+FAILURES_SCHEMA = pa.schema([(name, pa.string()) for name in ('key', 'url', 'reason')])
+PARTS = 'parts'
 MAX_PART_BYTES = 200  # with .failures.parquet and what temporary files add
 ROWS_PER_GROUP = 1 << 16  # of failures.parquet; each group costs memory until the file is closed
+Columns = Mapping[str, tuple[str, str]]
+"""MDS encoding and meaning of each column."""
+
+
+class PartWriter:
+    """Collects the samples and failures of one part in a scratch folder, until it is closed; `commit` makes them a part of DEST.
+
+    Args:
+        job: the dataset, and what it depends on.
+        name: of the part.
+        columns: of each stream; a dataset that is one stream has the name ''.
+        shard_bytes: size at which a shard is closed.
+
+    Attributes:
+        scratch: the local folder, on DEST's file system if DEST is local; also for copies of what the part is read from.
+    """
+
+    def __init__(self, job: Job, name: str, columns: Mapping[str, Columns], shard_bytes: int):
+        self.job, self.dest, self.name, self.columns, self.shard_bytes = job, job.dest, name, columns, shard_bytes
+        self._open = ExitStack()
+        self.scratch = self._open.enter_context(scratch_for(job.dest))
+        self.tally = Tally()
+        self.failures: list[dict[str, str]] = []
+        self.hashes: list[bytes] = []
+        self._writers: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Remove the scratch folder."""
+        self._open.close()
+
+    def keep(self, sample: dict[str, Any], stream: str = '', side_px: int | None = None, hashes: bytes = b'') -> None:
+        """Write a sample; `side_px` is the shorter side of its image, `hashes` are its `content_hashes` if repeats are to be counted."""
+        if stream not in self._writers:
+            with quick_imports():
+                from streaming import MDSWriter  # imports torch; the process that only shares out the work does not need it
+
+            encodings = {column: encoding for column, (encoding, _) in self.columns[stream].items()}
+            out = str(self.scratch / 'streams' / stream)
+            self._writers[stream] = MDSWriter(out=out, columns=encodings, hashes=HASHES, size_limit=self.shard_bytes, progress_bar=False)
+        self._writers[stream].write(sample)
+        self.tally.keep(stream, side_px)
+        self.hashes.append(hashes)
+
+    def drop(self, key: str, url: str, reason: str) -> None:
+        """Count a row that is left out, and remember which."""
+        self.tally.dropped[reason] += 1
+        self.failures.append({'key': key, 'url': url, 'reason': reason})
+
+    def commit(self, identity: dict[str, Any]) -> Tally:
+        """Move everything to DEST; `identity` is what the part's input was. Raises DataError: DEST belongs to a job with other settings by now."""
+        self.job.claim()
+        streams = {}
+        for stream, writer in self._writers.items():
+            writer.finish()
+            folder = self.scratch / 'streams' / stream
+            written = parse_json((folder / 'index.json').read_text())['shards']
+            entries = [entry for entry in written if entry['samples']]  # a first sample larger than a shard leaves an empty one
+            for entry in entries:
+                raw = entry['raw_data']
+                source, raw['basename'] = folder / raw['basename'], f'{self.name}/{raw["basename"]}'
+                self.tally.num_bytes += raw['bytes']
+                self.dest.put(source, in_stream(stream, raw['basename']))
+            streams[stream] = entries
+        schema = FAILURES_SCHEMA.with_metadata({'hashes': b''.join(self.hashes)})
+        pq.write_table(pa.Table.from_pylist(self.failures, schema=schema), self.scratch / 'failures.parquet')
+        self.dest.put(self.scratch / 'failures.parquet', f'{PARTS}/{self.name}.failures.parquet')
+        marker = {'settings': self.job.digest, 'input': identity, 'streams': streams, 'tally': self.tally.to_json()}
+        write(self.dest, f'{PARTS}/{self.name}.json', json.dumps(marker).encode())
+        self.tally.attempted_now = self.tally.attempted
+        return self.tally
 
 
 @dataclass
-class Dataset:
-    """DEST and all that its manifest will say.
+class Dataset(Generic[Item]):
+    """DEST and all that its manifest will say."""
 
-    Attributes:
-        dest: where it is.
-        parts: names of all parts, in the order of the data.
-        identify: what a part's input is now, by the name of the part.
-        columns: of each stream.
-        settings: what the result depends on apart from the input; they must stay the same from the first process to the last.
-        described: what the manifest says of all streams: kind, source, transform ...
-        described_by_stream: what it says of one: resolution, bucket ...
-    """
-
-    dest: Folder
-    parts: Sequence[str]
-    identify: Callable[[str], dict[str, Any]]
-    columns: Mapping[str, Columns]
-    settings: dict[str, Any]
-    described: dict[str, Any]
-    described_by_stream: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    dest: Folder  # where it is
+    parts: Mapping[str, Item]  # what each part is made from, by the names of all parts, in the order of the data
+    identify: Callable[[Item], dict[str, Any]]  # what the input of a part is now
+    columns: Mapping[str, Columns]  # of each stream
+    settings: dict[str, Any]  # what the result depends on apart from the input; they must stay the same from the first process to the last
+    described: dict[str, Any]  # what the manifest says of all streams: kind, source, transform ...
+    described_by_stream: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # what it says of one: resolution, bucket ...
 
     def __post_init__(self) -> None:
         self.job = Job(self.dest, self.settings)
@@ -69,18 +135,18 @@ class Dataset:
                 f'{self.dest.url}: {what}; names of files end at 255, of parts at {MAX_PART_BYTES}: shorten the names of files and folders'
             )
 
-    def complete(self, write: Callable[[list[str]], Iterable[Tally]], share: Share) -> Tally:
+    def complete(self, write: Callable[[list[Item]], Iterable[Tally]], share: Share) -> Tally:
         """Write the parts of this share that are missing, and merge when all parts are there; returns what became of the rows.
 
         Args:
-            write: writes the parts of these names, each by a PartWriter, in any order; yields their tallies. The same part is the same
+            write: makes the parts of these items, each by a PartWriter, in any order; yields their tallies. The same part is the same
                 whenever, wherever and however often it is written.
 
         Raises:
             DataError, IncompleteError: as `missing` and `finish`.
         """
         now = Tally()
-        for tally in () if share.merge_only else write(self.missing(share)):
+        for tally in () if share.merge_only else write([self.parts[part] for part in self.missing(share)]):
             now.add(tally)
         if share.launched and share.rank > 0:
             return now
@@ -102,7 +168,7 @@ class Dataset:
                     f'{self.dest.url}: has the part {part}, which the source does not have; was it made from another source? Name another DEST'
                 )
             self.dest.delete(f'{PARTS}/{part}.json')  # of a job that kept nothing, and that this one has replaced
-        mine = share.of(self.parts)
+        mine = share.of(list(self.parts))
         there = [part for part in mine if part in present]
         with ThreadPoolExecutor(NUM_REQUESTS) as threads:
             faults = {part: fault for part, fault in zip(there, threads.map(partial(self._fault, files=files), there), strict=True) if fault}
@@ -119,7 +185,7 @@ class Dataset:
             return 'has a damaged marker'
         if marker['settings'] != self.job.digest:
             return 'was written with other settings'
-        compare(marker['input'], self.identify(part), f'{self.dest.url}: part {part} was written with input', 'name another DEST')
+        compare(marker['input'], self.identify(self.parts[part]), f'{self.dest.url}: part {part} was written with input', 'name another DEST')
         sizes = {
             in_stream(stream, entry['raw_data']['basename']): entry['raw_data']['bytes']
             for stream, entries in marker['streams'].items()
@@ -152,9 +218,10 @@ class Dataset:
         if not lacking:
             self._merge(total)
             return total
-        if set(lacking) & set(share.of(self.parts)):
+        mine = share.of(list(self.parts))
+        if set(lacking) & set(mine):
             raise IncompleteError(f'{self.dest.url}: {len(lacking)} of {len(self.parts)} parts are not written, {lacking[0]} for one; run again')
-        for part in share.of(self.parts):
+        for part in mine:
             if part in present:
                 total.add(Tally.from_json(self._own_marker(part)['tally']))
         total.remarks.append(
@@ -224,8 +291,9 @@ class Dataset:
             return part, self._own_marker(part), failed, hashes.reshape(-1, 2).T
 
         with ThreadPoolExecutor(NUM_REQUESTS) as threads:
-            for start in range(0, len(self.parts), 4 * NUM_REQUESTS):
-                yield from threads.map(read, self.parts[start : start + 4 * NUM_REQUESTS])
+            parts = list(self.parts)
+            for start in range(0, len(parts), 4 * NUM_REQUESTS):
+                yield from threads.map(read, parts[start : start + 4 * NUM_REQUESTS])
 
     def _own_marker(self, part: str) -> dict[str, Any]:
         marker = self._marker(part)

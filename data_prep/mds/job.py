@@ -3,7 +3,7 @@
 What the content of DEST depends on is in `DEST/job.json`, written before anything else, once, by one of all processes that start; a change of
 settings is refused.
 
-`data_prep.convert`, `encode` and `recaption` add parts with markers (dataset.py, parts.py), `download` shards with stats (crawling/crawl.py),
+`data_prep.convert`, `encode` and `recaption` add parts with markers (dataset.py), `download` shards with stats (crawling/crawl.py),
 `shapes` whole files.
 """
 
@@ -29,17 +29,12 @@ Item = TypeVar('Item')
 
 @dataclass(frozen=True)
 class Share:
-    """Place among several hosts that share the work; each has every world_size-th part.
-
-    Attributes:
-        merge_only: write nothing but what is merged from the parts of all hosts.
-        launched: the other ranks run now, started by the same launcher; the first one waits for them, merges and shows the whole.
-    """
+    """Place among several hosts that share the work; each has every world_size-th part."""
 
     rank: int = 0
     world_size: int = 1
-    merge_only: bool = False
-    launched: bool = False
+    merge_only: bool = False  # write nothing but what is merged from the parts of all hosts
+    launched: bool = False  # the other ranks run now, started by the same launcher; the first one waits for them, merges and shows the whole
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -55,43 +50,30 @@ ALONE = Share()
 
 @dataclass
 class Tally:
-    """Counts of what became of the input rows: attempted = kept + all of dropped.
+    """Counts of what became of the input rows, each of which is kept or dropped."""
 
-    Attributes:
-        kept_in: kept rows by stream; a dataset that is one stream has the name ''.
-        dropped: rows left out, by reason.
-        notes: what was done to kept rows, such as `re-encoded: CMYK`.
-        min_side_px: shortest side of any kept image, by stream.
-        num_bytes: size of the shards.
-        attempted_now: rows that this run of the command dealt with; the others were there already.
-        remarks: lines for the end of the closing table.
-    """
-
-    attempted: int = 0
-    kept_in: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
-    min_side_px: dict[str, int] = field(default_factory=dict)
-    num_bytes: int = 0
-    attempted_now: int = 0
-    remarks: list[str] = field(default_factory=list)
+    kept_in: Counter[str] = field(default_factory=Counter)  # kept rows by stream; a dataset that is one stream has the name ''
+    dropped: Counter[str] = field(default_factory=Counter)  # rows left out, by reason
+    notes: Counter[str] = field(default_factory=Counter)  # what was done to kept rows, such as `re-encoded: CMYK`
+    min_side_px: dict[str, int] = field(default_factory=dict)  # shortest side of any kept image, by stream
+    num_bytes: int = 0  # size of the shards
+    attempted_now: int = 0  # rows that this run of the command dealt with; the others were there already
+    remarks: list[str] = field(default_factory=list)  # lines for the end of the closing table
 
     @property
     def kept(self) -> int:
         return self.kept_in.total()
 
+    @property
+    def attempted(self) -> int:
+        return self.kept + self.dropped.total()
+
     def keep(self, stream: str = '', side_px: int | None = None) -> None:
-        self.attempted += 1
         self.kept_in[stream] += 1
         if side_px is not None:
             self.min_side_px[stream] = min(side_px, self.min_side_px.get(stream, side_px))
 
-    def drop(self, reason: str) -> None:
-        self.attempted += 1
-        self.dropped[reason] += 1
-
     def add(self, other: 'Tally') -> None:
-        self.attempted += other.attempted
         self.attempted_now += other.attempted_now
         self.num_bytes += other.num_bytes
         for mine, its in ((self.kept_in, other.kept_in), (self.dropped, other.dropped), (self.notes, other.notes)):
@@ -100,28 +82,22 @@ class Tally:
             self.min_side_px[stream] = min(side_px, self.min_side_px.get(stream, side_px))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that a part's marker keeps."""
+        """Return what a part's marker keeps."""
         return {name: getattr(self, name) for name in ('attempted', 'kept_in', 'dropped', 'notes', 'min_side_px', 'num_bytes')}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        counters = {name: Counter(content[name]) for name in ('kept_in', 'dropped', 'notes')}
-        return cls(**{**content, **counters})
+        kept_in, dropped, notes = (Counter(content[name]) for name in ('kept_in', 'dropped', 'notes'))
+        return cls(kept_in, dropped, notes, content['min_side_px'], content['num_bytes'])
 
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of one job, and the folder it writes.
+    """The settings of one job, and the folder it writes."""
 
-    Attributes:
-        dest: the dataset.
-        settings: what it depends on apart from the input; the same in all processes that write to `dest`.
-        name: of the file that holds them.
-    """
-
-    dest: Folder
-    settings: dict[str, Any]
-    name: str = JOB_NAME
+    dest: Folder  # the dataset
+    settings: dict[str, Any]  # what it depends on apart from the input; the same in all processes that write to `dest`
+    name: str = JOB_NAME  # of the file that holds them
 
     @cached_property
     def content(self) -> bytes:
@@ -157,40 +133,27 @@ class Job:
         Args:
             first: files that the block writes before any part, from the settings alone.
         """
-        new = self._missing_folders(first)
+        new = list[Path]()  # folders on a disk that this makes, the deepest ones first
+        if isinstance(self.dest, LocalFolder):
+            root = Path(self.dest.url)
+            inside = {root / parent for name in first for parent in Path(name).parents} - {root}
+            new = [folder for folder in (*sorted(inside, reverse=True), root, *root.parents) if not folder.exists()]
         self.begin()
         try:
             yield
         except (DataError, EncoderError, ClusterRefusal, ClusterError, KeyboardInterrupt):
-            self._withdraw(first)
+            there = set(self.dest.files())
+            if self._there() == self.content and there <= {self.name, *first}:  # nothing of a part: a mistake was met, such as a misspelt filter
+                for name in sorted(there, key=lambda name: (name == self.name, name)):
+                    self.dest.delete(name)
             for folder in new:
                 with suppress(OSError):  # not empty: the run had begun, or another one has
                     folder.rmdir()
             raise
 
     def claim(self) -> None:
-        """Make sure that DEST is still this job's, before something is put there.
-
-        Raises:
-            DataError: it is another's.
-        """
+        """Make sure that DEST is still this job's, before something is put there. Raises DataError: it is another's."""
         self._take(None)
-
-    def _withdraw(self, first: Collection[str]) -> None:
-        """Leave DEST to others, if nothing but job.json and the `first` files is there: an attempt that met a mistake, such as a misspelt filter."""
-        there = set(self.dest.files())
-        if self._there() == self.content and there <= {self.name, *first}:
-            for name in sorted(there - {self.name}):
-                self.dest.delete(name)
-            self.dest.delete(self.name)
-
-    def _missing_folders(self, first: Collection[str]) -> list[Path]:
-        """Folders that `begin` and writing the `first` files would make on a disk, the deepest ones first."""
-        if not isinstance(self.dest, LocalFolder):
-            return []
-        root = Path(self.dest.url)
-        inside = {root / parent for name in first for parent in Path(name).parents} - {root}
-        return [folder for folder in (*sorted(inside, reverse=True), root, *root.parents) if not folder.exists()]
 
     def _take(self, old: bytes | None) -> None:
         there = self._there()

@@ -1,7 +1,5 @@
 """A vision-language model that describes images, loaded strictly: from its own safetensors, by a class of transformers, or not at all."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json
@@ -10,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from PIL import Image
@@ -30,7 +28,7 @@ from diffusion.recipe.schema import EncoderSource
 
 CHAT_PROMPT = 'Describe this image in detail.'  # of models that answer a chat, where none is given
 KNOWN = ('blip', 'blip-2', 'git', 'llava', 'qwen2_vl')  # that a message names, of the fifty
-OPEN_ENDED = ('git',)
+OPEN_ENDED = ('git',)  # continue the prompt, which their tokenizers end nevertheless (BLIP takes the end off by itself)
 VERSIONED = ('transformers_version', '_name_or_path')  # in a configuration, and no part of what the model does
 
 
@@ -88,41 +86,21 @@ def sample_id(key: str) -> int:
 
 
 @dataclass(frozen=True)
-class Preparation:
-    """Images to what the model reads; goes to the processes that decode."""
-
-    processor: Any
-    prompt: str | None
-    """The text that goes with each image, with the markers that the model's chat has; None: none does."""
-    open_ended: bool = False
-    """Whether the model continues the prompt, whose tokenizer ends it nevertheless (BLIP takes the end off by itself)."""
-
-    def __call__(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
-        """Tensors by name, whose first dimension is the batch in most models."""
-        if self.prompt is None:
-            return dict(self.processor(images=list(images), return_tensors='pt'))
-        begin = self.processor.tokenizer.bos_token
-        chat = {'add_special_tokens': False} if begin and self.prompt.startswith(begin) else {}  # a chat's template has them already
-        inputs = dict(self.processor(images=list(images), text=[self.prompt] * len(images), padding=True, return_tensors='pt', **chat))
-        if self.open_ended:
-            inputs |= {name: inputs[name][:, :-1] for name in ('input_ids', 'attention_mask')}
-        return inputs
-
-
-@dataclass(frozen=True)
 class Captioner:
     """The model of one process."""
 
     location: EncoderSource  # where it comes from
     generation: Generation
     model_type: str  # as its config.json says
-    preparation: Preparation = field(repr=False)  # images to what the model reads
+    processor: Any = field(repr=False)
+    prompt: str | None
+    """Text that goes with each image, with the markers that the model's chat has; None: none does."""
     network: FrozenPart = field(repr=False)  # read when it is first used
     settings_sha256: str  # digest of configuration, tokenizer and image processor, to recognise others
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
-    def find(cls, location: EncoderSource, generation: Generation) -> Captioner:
+    def find(cls, location: EncoderSource, generation: Generation) -> Self:
         """Configuration and processor; weights are read when they are first used.
 
         Raises:
@@ -168,11 +146,6 @@ class Captioner:
             raise EncoderError(
                 f'{where}: --max-tokens {generation.max_tokens} and the prompt are {used} tokens, the model has {positions} positions; ask for fewer'
             )
-        preparation = Preparation(processor, prompt, model_type in OPEN_ENDED)
-        try:
-            preparation([Image.new('RGB', (64, 64))])
-        except ValueError as error:  # a prompt without the marker of the image, for example
-            raise EncoderError(f'{where}: does not caption with the prompt {prompt!r}: {first_line(error)}; give another --prompt') from error
         kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
         kind = kind[0] if isinstance(kind, tuple) else kind
         read = {
@@ -184,7 +157,16 @@ class Captioner:
         }
         network = FrozenPart(lambda: load_model(kind, source, revision, ''))
         sha256 = hashlib.sha256(json.dumps(read, sort_keys=True, default=str).encode()).hexdigest()
-        return cls(location, generation, model_type, preparation, network, sha256)
+        captioner = cls(location, generation, model_type, processor, prompt, network, sha256)
+        try:
+            captioner.prepare([Image.new('RGB', (64, 64))])
+        except ValueError as error:  # a prompt without the marker of the image, for example
+            raise captioner.prompt_error(error) from error
+        return captioner
+
+    def prompt_error(self, error: ValueError) -> EncoderError:
+        where = describe(self.location.source, self.location.revision)
+        return EncoderError(f'{where}: does not caption with the prompt {self.prompt!r}: {first_line(error)}; give another --prompt')
 
     def load(self, device: torch.device) -> None:
         """Read the weights to `device`. Raises EncoderError if that fails."""
@@ -194,9 +176,20 @@ class Captioner:
         own = module.generation_config
         own.do_sample, own.temperature, own.top_p, own.top_k = False, None, None, None  # a published default would not be ours
 
+    def prepare(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
+        """Return what the model reads of images: tensors by name, whose first dimension is the batch in most models."""
+        if self.prompt is None:
+            return dict(self.processor(images=list(images), return_tensors='pt'))
+        begin = self.processor.tokenizer.bos_token
+        chat = {'add_special_tokens': False} if begin and self.prompt.startswith(begin) else {}  # a chat's template has them already
+        inputs = dict(self.processor(images=list(images), text=[self.prompt] * len(images), padding=True, return_tensors='pt', **chat))
+        if self.model_type in OPEN_ENDED:
+            inputs |= {name: inputs[name][:, :-1] for name in ('input_ids', 'attention_mask')}
+        return inputs
+
     def captions(self, inputs: dict[str, Tensor], keys: Sequence[str]) -> list[list[Caption]]:
-        """`num_captions` captions for each image of a batch, as `preparation` returned it. Of several threads one generates at a time."""
-        generation, module, tokenizer = self.generation, self.network.module, self.preparation.processor.tokenizer
+        """`num_captions` captions for each image of a batch, as `prepare` returned it. Of several threads one generates at a time."""
+        generation, module, tokenizer = self.generation, self.network.module, self.processor.tokenizer
         dtype = torch.bfloat16 if generation.bf16 else torch.float32
         ids = torch.tensor([sample_id(key) for key in keys])
         captions: list[list[Caption]] = [[] for _ in keys]
@@ -218,10 +211,7 @@ class Captioner:
                         logits_processor=LogitsProcessorList(sampling),
                     )
                 except ValueError as error:  # of a model that looks for it later
-                    where = describe(self.location.source, self.location.revision)
-                    raise EncoderError(
-                        f'{where}: does not caption with the prompt {self.preparation.prompt!r}: {first_line(error)}; give another --prompt'
-                    ) from error
+                    raise self.prompt_error(error) from error
                 tokens = _without_prompt(written.cpu(), read.get('input_ids'))  # (B, L)
                 texts = tokenizer.batch_decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=True)
                 for of_image, text, row in zip(captions, texts, tokens.tolist(), strict=True):

@@ -1,28 +1,24 @@
 """An MDS dataset of images to one with new captions: batches are prepared ahead, captioned, and written."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
 
 from data_prep.converting.conversion import CAPTIONS
-from data_prep.engines.batches import BatchWork, ShardMessages
-from data_prep.engines.engine import Engine
-from data_prep.engines.local import IN_THIS_PROCESS, LocalEngine
-from data_prep.mds.dataset import Dataset
-from data_prep.mds.job import ALONE, Job, Share, Tally
-from data_prep.mds.parts import Columns, PartEnd, PartsWriting
-from data_prep.recaptioning.captioner import Caption, Captioner, Generation, Preparation
+from data_prep.engines.batches import BatchWork, ImageBatch, PartEnd
+from data_prep.engines.engine import IN_THIS_PROCESS, Engine, LocalEngine
+from data_prep.mds.dataset import Columns, Dataset, PartWriter
+from data_prep.mds.job import ALONE, Share, Tally
+from data_prep.recaptioning.captioner import Caption, Captioner, Generation
 from data_prep.sources.folder import open_source
 from data_prep.sources.mds import find_images
-from diffusion.common.storage import Folder, open_folder
+from diffusion.common.storage import open_folder
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.contracts.manifest import Manifest
@@ -64,40 +60,40 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Recaptioning:
-    """Source and destination, and what each stream holds."""
+class TextLimit:
+    """How much of a caption training will read: `length` tokens, of each of the tokenizers."""
 
-    source: Folder
-    job: Job
-    columns: Mapping[str, Columns]
-    choice: Choice
-    shard_bytes: int
+    length: int
+    tokenizers: tuple[Any, ...]
+
+    def exceeded(self, caption: str) -> bool:
+        """Whether training would cut it off."""
+        return any(len(tokenizer(caption, truncation=True, max_length=self.length + 1).input_ids) > self.length for tokenizer in self.tokenizers)
 
 
 @dataclass(frozen=True)
-class PreparedImages:
-    """A batch of one part, as the model reads it, and the rows it is of."""
+class RecaptionWork(BatchWork):
+    """Captions shards of images; each becomes a part."""
 
-    part: Shard
-    inputs: dict[str, Tensor]
-    rows: list[dict[str, Any]]
+    label = 'recaption'
 
-    def pin_memory(self) -> PreparedImages:
-        """Pin the tensors for the DataLoader, which finds none in a class by itself."""
-        return replace(self, inputs={name: tensor.pin_memory() for name, tensor in self.inputs.items()})
+    captioner: Captioner
+    choice: Choice
+    limit: TextLimit | None
+    """Length by which captions are measured."""
 
+    @property
+    def device(self) -> torch.device:
+        return self.captioner.network.device
 
-CaptionMessage = PreparedImages | PartEnd | Exception
+    def load(self, device: torch.device) -> None:
+        """The model is read from its location, and has to be the one that the dataset was begun with."""
+        self.captioner.load(device)
+        found, begun_with = self.captioner.network.sha256, self.job.settings['model_sha256']
+        if found != begun_with:
+            raise EncoderError(f'{self.captioner.location.source}: has SHA-256 {found}, the dataset was begun with {begun_with}')
 
-
-class ImagesOfShards(ShardMessages):
-    """Messages about all rows of some shards."""
-
-    def __init__(self, recaptioning: Recaptioning, preparation: Preparation, shards: Sequence[Shard], batch_size: int):
-        super().__init__(recaptioning.job, shards)
-        self.source, self.preparation, self.batch_size = recaptioning.source, preparation, batch_size
-
-    def of_shard(self, shard: Shard, scratch: Path) -> Iterator[PreparedImages | PartEnd]:
+    def batches(self, shard: Shard, scratch: Path) -> Iterator[ImageBatch | PartEnd]:
         failures: list[tuple[str, str, str]] = []
         waiting: list[tuple[Image.Image, dict[str, Any]]] = []
         for row in read_shard(self.source, shard, scratch):
@@ -113,12 +109,12 @@ class ImagesOfShards(ShardMessages):
 
     def _prepared(
         self, shard: Shard, waiting: list[tuple[Image.Image, dict[str, Any]]], failures: list[tuple[str, str, str]]
-    ) -> Iterator[PreparedImages]:
+    ) -> Iterator[ImageBatch]:
         """The batch, if it has any images; those that the processor refuses by themselves become failures: some refuse very narrow ones."""
         if not waiting:
             return
         try:
-            yield PreparedImages(shard, self.preparation([image for image, _ in waiting]), [row for _, row in waiting])
+            yield ImageBatch(shard, shard.stream, self.captioner.prepare([image for image, _ in waiting]), [row for _, row in waiting])
         except Exception as error:  # each processor has its own
             bad = [i for i, (image, _) in enumerate(waiting) if not self._takes(image)]
             if not bad:
@@ -131,35 +127,17 @@ class ImagesOfShards(ShardMessages):
 
     def _takes(self, image: Image.Image) -> bool:
         try:
-            self.preparation([image])
+            self.captioner.prepare([image])
         except Exception:
             return False
         return True
 
+    def compute(self, batch: ImageBatch) -> tuple[list[list[Caption]]]:
+        return (self.captioner.captions(batch.inputs, [row['key'] for row in batch.rows]),)
 
-@dataclass(frozen=True)
-class TextLimit:
-    """How much of a caption training will read: `length` tokens, of each of the tokenizers."""
-
-    length: int
-    tokenizers: tuple[Any, ...]
-
-    def exceeded(self, caption: str) -> bool:
-        """Whether training would cut it off."""
-        return any(len(tokenizer(caption, truncation=True, max_length=self.length + 1).input_ids) > self.length for tokenizer in self.tokenizers)
-
-
-class CaptionWriting(PartsWriting):
-    """Writes the parts of a recaptioning; `limit` is the one by which captions are measured."""
-
-    def __init__(self, recaptioning: Recaptioning, max_tokens: int, limit: TextLimit | None):
-        super().__init__(recaptioning.job, recaptioning.columns, recaptioning.shard_bytes)
-        self.choice, self.max_tokens, self.limit = recaptioning.choice, max_tokens, limit
-
-    def write(self, batch: PreparedImages, captions: list[list[Caption]]) -> None:
-        """Write a captioned batch."""
-        writer, choice = self.writer(batch.part), self.choice
-        for row, written in zip(batch.rows, captions, strict=True):
+    def write(self, writer: PartWriter, batch: ImageBatch, *computed: Any) -> None:
+        choice = self.choice
+        for row, written in zip(batch.rows, computed[0], strict=True):
             usable = [caption for caption in written if not choice.fault(caption.text)]
             faults = dict.fromkeys(fault for caption in written if (fault := choice.fault(caption.text)))
             if not usable and choice.replaces:
@@ -167,7 +145,7 @@ class CaptionWriting(PartsWriting):
                 continue
             notes = [f'a new caption left out: {fault}' if usable else f'no new caption: {fault}' for fault in faults]
             if any(caption.cut for caption in usable):
-                notes.append(f'new caption cut off at {self.max_tokens} tokens')
+                notes.append(f'new caption cut off at {self.captioner.generation.max_tokens} tokens')
             if self.limit is not None and any(self.limit.exceeded(caption.text) for caption in usable):
                 notes.append(f'new caption longer than the {self.limit.length} tokens that training reads')
             writer.tally.notes.update(notes)
@@ -175,48 +153,6 @@ class CaptionWriting(PartsWriting):
             values = {**row, 'caption': mixed[0][0], 'captions': mixed}
             sample = {column: values[column] for column in self.columns[batch.part.stream]}
             writer.keep(sample, batch.part.stream, int(min(row['width'], row['height'])))
-
-
-@dataclass(frozen=True)
-class RecaptionWork(BatchWork[CaptionMessage]):
-    """Captions shards of images; each becomes a part."""
-
-    label = 'recaption'
-
-    recaptioning: Recaptioning
-    captioner: Captioner
-    limit: TextLimit | None
-    batch_size: int
-
-    @property
-    def reads(self) -> Folder:
-        return self.recaptioning.source
-
-    @property
-    def writes(self) -> Folder:
-        return self.recaptioning.job.dest
-
-    @property
-    def device(self) -> torch.device:
-        return self.captioner.network.device
-
-    def read(self, shards: Sequence[Shard]) -> ImagesOfShards:
-        return ImagesOfShards(self.recaptioning, self.captioner.preparation, shards, self.batch_size)
-
-    def writing(self) -> CaptionWriting:
-        return CaptionWriting(self.recaptioning, self.captioner.generation.max_tokens, self.limit)
-
-    def step(self, writing: CaptionWriting, batch: PreparedImages) -> None:
-        writing.submit(writing.write, batch, self.captioner.captions(batch.inputs, [row['key'] for row in batch.rows]))
-
-    def load(self, device: torch.device) -> None:
-        """The model is read from its location, and has to be the one that the dataset was begun with."""
-        self.captioner.load(device)
-        begun_with = self.recaptioning.job.settings['model_sha256']
-        if self.captioner.network.sha256 != begun_with:
-            raise EncoderError(
-                f'{self.captioner.location.source}: has SHA-256 {self.captioner.network.sha256}, the dataset was begun with {begun_with}'
-            )
 
 
 AS_IT_COMES, HALF = Generation(), Choice()
@@ -261,12 +197,12 @@ def recaption(
         limit = TextLimit(text.length, tuple(text.tokenizers.values()))
     one_caption = choice.replaces and generation.num_captions == 1
     columns = {stream: _columns(manifest, one_caption) for stream, manifest in streams.items()}
-    generated = {**asdict(generation), 'prompt': captioner.preparation.prompt}  # with what a chat adds to it
+    generated = {**asdict(generation), 'prompt': captioner.prompt}  # with what a chat adds to it
     chosen = {'share': choice.share, 'refused': list(choice.refused)}
     dataset = Dataset(
         dest=open_folder(dest),
-        parts=list(shards),
-        identify=lambda name: shards[name].fingerprint,
+        parts=shards,
+        identify=lambda shard: shard.fingerprint,
         columns=columns,
         settings={
             'command': 'recaption',
@@ -293,9 +229,9 @@ def recaption(
         },
         described_by_stream={stream: {'bucket': manifest.bucket} for stream, manifest in streams.items()},
     )
-    work = RecaptionWork(Recaptioning(folder, dataset.job, columns, choice, shard_bytes), captioner, limit, batch_size)
+    work = RecaptionWork(folder, dataset.job, columns, shard_bytes, batch_size, captioner, choice, limit)
     with dataset.job.begun():
-        return dataset.complete(lambda names: engine.map(work, [shards[name] for name in names]), share)
+        return dataset.complete(partial(engine.map, work), share)
 
 
 def _columns(manifest: Manifest, one_caption: bool) -> Columns:

@@ -1,17 +1,15 @@
 """Rows, parts, and what all formats have in common: a format says which files are its own and what a row of them holds."""
 
-from __future__ import annotations
-
 import re
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
-from diffusion.common.storage import Folder, Stat, fingerprint
+from diffusion.common.storage import Folder, Stat, fingerprint, scratch_for
 from diffusion.common.text import one_line
 from diffusion.contracts.errors import DataError
 
@@ -22,7 +20,7 @@ OVERSIZED = b'oversized'  # in place of a content of more than MAX_IMAGE_BYTES t
 MAX_LIST_BYTES = 4 << 30  # captions of about four million images
 NOT_TEXT = re.compile('[\ud800-\udfff]')  # what is left of bytes that are not UTF-8, and halves of characters in JSON
 SPLITS = ('train', 'training', 'validation', 'valid', 'val', 'dev', 'test', 'testing', 'eval', 'evaluation')
-LISTS = ('captions.jsonl', 'metadata.jsonl', 'metadata.csv', 'metadata.parquet')
+LISTS = ('captions.jsonl', 'metadata.jsonl', 'metadata.csv', 'metadata.parquet')  # of captions for images that are files
 CAPTION_NOT_TEXT, CAPTION_NOT_UTF8 = 'caption is not text', 'caption is not UTF-8'
 CAPTION_COLUMNS = ('caption', 'text', 'captions', 'TEXT')
 FILES_PER_PART = 1000  # of formats in which each image is a file
@@ -50,8 +48,8 @@ class Row:
     reencoded: str = ''
     """Change made to the image then."""
 
-    def __post_init__(self) -> None:
-        self.key, self.url = utf8(self.key), utf8(self.url)
+    def __post_init__(self) -> None:  # names of files need not be UTF-8
+        self.key, self.url = (text.encode(errors='backslashreplace').decode() for text in (self.key, self.url))
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,16 @@ class Part:
     name: str  # file name of the part in DEST; the order of names is the order of the data
     files: Mapping[str, Stat]  # what it is read from
     detail: Any = None  # what else the source needs to read it; counts as input
+    repeated: Any = None  # rows that repeat an earlier image (converting/duplicates.py), as bits of a NumPy array
+
+    @property
+    def path(self) -> str:
+        """One of its files; '' if it has none."""
+        return next(iter(self.files), '')
+
+    def repeats(self, row: int) -> bool:
+        """Whether the row repeats an earlier image."""
+        return self.repeated is not None and bool(self.repeated[row >> 3] & (128 >> (row & 7)))
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ class Source(ABC):
 
     @classmethod
     @abstractmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Source | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Self | None:
         """A reader of this folder, or None if its files are not of this format."""
 
     def parts(self) -> list[Part]:
@@ -115,6 +123,7 @@ class Source(ABC):
         """A row of what its file says. What is wrong with the image, by `reason` or its size, goes before what is wrong with the captions.
 
         Args:
+            url: no URL if it is no text, such as the NaN that pandas puts where there is none.
             captions: a cell, which holds one or a list of them.
             captioned: whether there is a column of captions at all.
         """
@@ -123,7 +132,8 @@ class Source(ABC):
             found, captioned = [self.caption], True
         if image and (image is OVERSIZED or len(image) > MAX_IMAGE_BYTES):
             image, reason = None, reason or TOO_LARGE
-        return Row(key, url_of(url), found if captioned else None, image or None, columns, reason or wrong)
+        url = text(url) if isinstance(url, str | bytes) else None
+        return Row(key, url or '', found if captioned else None, image or None, columns, reason or wrong)
 
     def fingerprint(self, part: Part) -> dict[str, Any]:
         """Values that change when the part's input changes."""
@@ -147,13 +157,20 @@ def readable(path: str | Path, remedy: str = 'download this file again') -> Iter
         raise DataError(f'{path}: cannot be read: {one_line(error)}; {remedy}') from error
 
 
+@contextmanager
+def local_copy(folder: Folder, name: str, scratch: Path | None = None, remedy: str = 'download this file again') -> Iterator[Path]:
+    """A file of a source to read here, copied to `scratch` (None: until the end of the block) if it is remote; it is `readable`."""
+    with ExitStack() as stack, readable(f'{folder.url}/{name}', remedy):
+        yield folder.fetch(name, scratch or stack.enter_context(scratch_for()))
+
+
 def read_image(folder: Folder, name: str, stat: Stat, scratch: Path) -> tuple[bytes | None, str | None]:
     """(content, None) of an image file, or (None, reason)."""
     if stat.refused:
         return None, stat.refused
+    if stat.num_bytes > MAX_IMAGE_BYTES:
+        return None, TOO_LARGE
     try:
-        if stat.num_bytes > MAX_IMAGE_BYTES:
-            return None, TOO_LARGE
         path = folder.fetch(name, scratch)
         with path.open('rb') as file:
             content = file.read(MAX_IMAGE_BYTES + 1)  # it may have grown
@@ -177,33 +194,23 @@ def text(value: Any) -> str | None:
     return value.decode(errors='replace') if isinstance(value, bytes) else None if value is None else str(value)
 
 
-def url_of(value: Any) -> str:
-    """A value that should be a URL; '' if it is no text, such as the NaN that pandas puts where there is none."""
-    return text(value) or '' if isinstance(value, str | bytes) else ''
-
-
 def captions_of(value: Any) -> tuple[list[str | None], str | None]:
     """(captions, None) of a cell, which holds one or a list of them, with None for each that is not text; or ([], reason) if all are not."""
     if value is OVERSIZED:
         return [], f'caption {TOO_LARGE}'
-    found = [_caption(item) for item in (value if isinstance(value, list) else [value])]
-    if any(caption is not None for caption, _ in found):
-        return [caption for caption, _ in found], None
-    return [], next((reason for _, reason in found if reason), None)
-
-
-def _caption(value: Any) -> tuple[str | None, str | None]:
-    if value is None:
-        return None, None
-    if not isinstance(value, str | bytes):
-        return None, CAPTION_NOT_TEXT  # a number, a struct, NaN: never what Python prints of it
-    caption = value.decode(errors='surrogateescape') if isinstance(value, bytes) else value
-    return (None, CAPTION_NOT_UTF8) if NOT_TEXT.search(caption) else (caption.removeprefix('\ufeff'), None)
-
-
-def utf8(value: str) -> str:
-    """The text with what UTF-8 cannot hold written out, as in names of files that are not UTF-8."""
-    return value.encode(errors='backslashreplace').decode()
+    found, reasons = list[str | None](), list[str]()
+    for item in value if isinstance(value, list) else [value]:
+        caption = item.decode(errors='surrogateescape') if isinstance(item, bytes) else item
+        if not isinstance(caption, str):  # a number, a struct, NaN: never what Python prints of it
+            reasons += [CAPTION_NOT_TEXT] * (caption is not None)
+            caption = None
+        elif NOT_TEXT.search(caption):
+            reasons.append(CAPTION_NOT_UTF8)
+            caption = None
+        found.append(None if caption is None else caption.removeprefix('\ufeff'))
+    if any(caption is not None for caption in found):
+        return found, None
+    return [], reasons[0] if reasons else None
 
 
 def is_list(name: str) -> bool:
@@ -228,11 +235,11 @@ def files_of_split(files: Mapping[str, Stat], wanted: str | None, where: str) ->
     """The files of the split to read. Raises DataError as `choose_split`."""
     splits = {name: split_of(name) for name in files}
     chosen = choose_split(set(splits.values()), wanted, where)
-    return {name: stat for split in chosen for name, stat in files.items() if splits[name] == split}
+    return {name: stat for name, stat in files.items() if splits[name] == chosen}
 
 
-def choose_split(splits: Collection[str], wanted: str | None, where: str) -> list[str]:
-    """The splits to read: all that is there if it is one, the one asked for if there are several.
+def choose_split(splits: Collection[str], wanted: str | None, where: str) -> str:
+    """The split to read: the one that is there, or the one asked for if there are several.
 
     Raises:
         DataError: several, and none was asked for, or another one.
@@ -241,4 +248,4 @@ def choose_split(splits: Collection[str], wanted: str | None, where: str) -> lis
         raise DataError(f'{where}: has no split {wanted!r}; it has {", ".join(sorted(splits))}')
     if wanted is None and len(splits) > 1:
         raise DataError(f'{where}: holds several splits ({", ".join(sorted(splits))}); name one with --split, so that test data stays apart')
-    return sorted(splits) if wanted is None else [wanted]
+    return next(iter(splits)) if wanted is None else wanted

@@ -72,12 +72,10 @@ class SourceFolder(LocalFolder):
             mode = os.stat(path).st_mode
         except OSError:  # of a link to itself, too
             return LEADS_NOWHERE
-        if not self._is_inside(os.path.realpath(path)):
+        real = os.path.realpath(path)
+        if not any(f'{real}/'.startswith(f'{root}/') for root in self._roots):
             return FOLDER_OUTSIDE if stat.S_ISDIR(mode) else LEADS_OUT
         return IS_FOLDER if stat.S_ISDIR(mode) else '' if stat.S_ISREG(mode) else NOT_REGULAR
-
-    def _is_inside(self, real: str) -> bool:
-        return any(f'{real}/'.startswith(f'{root}/') for root in self._roots)
 
     @cached_property
     def _roots(self) -> tuple[str, ...]:

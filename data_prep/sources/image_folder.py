@@ -1,12 +1,10 @@
 """Images that are files: a folder with a caption file next to each or with lists of captions, and COCO captions."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator, Mapping
 from json import JSONDecodeError
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple, Self, TextIO
 
 import pyarrow.parquet as pq
 
@@ -22,8 +20,8 @@ from data_prep.sources.base import (
     captions_of,
     choose_split,
     in_pieces,
+    local_copy,
     read_image,
-    readable,
     refuse_large_list,
     split_of,
     text,
@@ -31,7 +29,7 @@ from data_prep.sources.base import (
 from data_prep.sources.folder import FOLDER_OUTSIDE
 from data_prep.sources.parquet import parquet_rows
 from diffusion.common.files import parse_json
-from diffusion.common.storage import Folder, Stat, scratch_for
+from diffusion.common.storage import Folder, Stat
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError
 
@@ -65,8 +63,8 @@ class ImageFolder(Source):
     def __init__(self, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions):
         lists = {_parent(name): name for wanted in reversed(LISTS) for name in files if PurePosixPath(name).name == wanted}
         splits = {parent: split_of(parent) for parent in lists if set(PurePosixPath(parent).parts) & set(SPLITS)}
-        chosen = choose_split(set(splits.values()), asked.split, folder.url) if splits else []
-        others = {parent for parent, its_split in splits.items() if its_split not in chosen}
+        chosen = choose_split(set(splits.values()), asked.split, folder.url) if splits else ''
+        others = {parent for parent, its_split in splits.items() if its_split != chosen}
         super().__init__(folder, {name: stat for name, stat in files.items() if _nearest(lists, name) not in others}, asked.caption)
         self.has_splits = bool(splits)
         self.listed = {parent: self._read_list(name) for parent, name in lists.items() if parent not in others}
@@ -77,7 +75,7 @@ class ImageFolder(Source):
         )
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> ImageFolder | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Self | None:
         return cls(folder, files, asked) if any(_is_image(name) for name in files) else None
 
     def parts(self) -> list[Part]:
@@ -127,8 +125,7 @@ class ImageFolder(Source):
     def _read_list(self, name: str) -> CaptionList:
         where = f'{self.folder.url}/{name}'
         refuse_large_list(where, self.files[name].num_bytes)
-        with scratch_for() as scratch, readable(where, 'fix the file'):
-            path = self.folder.fetch(name, scratch)
+        with local_copy(self.folder, name, remedy='fix the file') as path:
             if name.endswith('.parquet'):
                 with pq.ParquetFile(path) as table:
                     lines = dict(enumerate(parquet_rows(table, table.schema_arrow.names), start=1))
@@ -166,19 +163,19 @@ class CocoCaptions(Source):
     annotations = ''
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> CocoCaptions | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Self | None:
         names = {_coco_split(name): name for name in files if PurePosixPath(name).match('captions_*.json')}
         if not names:
             return None
         source = cls(folder, files)
-        source.annotations = names[choose_split(names, asked.split, folder.url)[0]]
+        source.annotations = names[choose_split(names, asked.split, folder.url)]
         return source
 
     def parts(self) -> list[Part]:
         where, split = f'{self.folder.url}/{self.annotations}', _coco_split(self.annotations)
         refuse_large_list(where, self.files[self.annotations].num_bytes)
-        with scratch_for() as scratch, readable(where):
-            content = parse_json(self.folder.fetch(self.annotations, scratch).read_bytes())
+        with local_copy(self.folder, self.annotations) as path:
+            content = parse_json(path.read_bytes())
         try:
             captions: dict[Any, list[Any]] = {image['id']: [] for image in content['images']}
             for annotation in content['annotations']:

@@ -1,15 +1,13 @@
 """The output of img2dataset: `webdataset` and `parquet`, one part a shard. All shards may lie in one folder or in folders of it."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 import pyarrow.parquet as pq
 
-from data_prep.sources.base import IMAGE_SUFFIXES, Part, Row, Source, SourceOptions, is_list, readable, text
+from data_prep.sources.base import IMAGE_SUFFIXES, Part, Row, Source, SourceOptions, is_list, local_copy, readable, text
 from data_prep.sources.parquet import parquet_rows
 from data_prep.sources.webdataset import REMEDY, image_in, samples_of
 from diffusion.common.files import parse_json
@@ -25,37 +23,51 @@ NOT_KEPT = {  # by img2dataset's message, the first of data_prep.download
 }
 
 
-class Img2dataset(Source):
-    """A shard of img2dataset has a parquet file with a line for every URL, failed ones too."""
+class Img2datasetParquet(Source):
+    """`NNNNN.parquet` with a line for every URL, failed ones too, whose image in the column `jpg` (or `png`, `webp`) is then empty."""
 
-    def listed_rows(self, shard: Path, name: str, image_columns: bool) -> Iterator[Row]:
-        """The rows of a shard's parquet file, with the images if it holds them.
+    image_columns = True
+
+    @classmethod
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Self | None:
+        ours = {name: stat for name, stat in files.items() if name.endswith('.parquet') and _is_shard(name)}
+        return cls(folder, ours) if ours else None
+
+    def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
+        (name,) = part.files
+        for row in self.listed_rows(name, scratch):
+            if row.image is None and row.reason is None:
+                row.reason = 'no image in the row'
+            yield row
+
+    def listed_rows(self, name: str, scratch: Path) -> Iterator[Row]:
+        """The rows of a shard's parquet file, with the images if it has columns of them.
 
         Shards in folders of their own count keys from 0 again, so the folder is part of the key.
         """
-        where, prefix = f'{self.folder.url}/{name}', _prefix(name)
-        with pq.ParquetFile(shard) as file:
+        with local_copy(self.folder, name, scratch, REMEDY) as path, pq.ParquetFile(path) as file:
             present = file.schema_arrow.names
             missing = sorted({'key', 'caption', 'status'} - set(present))
-            column = next((name for name in IMAGE_SUFFIXES if name in present), None) if image_columns else None
-            if missing or (image_columns and column is None):
+            column = next((name for name in IMAGE_SUFFIXES if name in present), None) if self.image_columns else None
+            if missing or (self.image_columns and column is None):
                 needed = missing or [f'one of {", ".join(IMAGE_SUFFIXES)} with the images']
-                raise DataError(f'{where}: has no column {" and ".join(needed)}; it has {", ".join(present)}')
+                raise DataError(f'{self.folder.url}/{name}: has no column {" and ".join(needed)}; it has {", ".join(present)}')
             wanted = [name for name in present if name not in IMAGE_SUFFIXES or name == column]
-            for values in parquet_rows(file, wanted, rows_at_a_time=64 if image_columns else 1024):
+            for values in parquet_rows(file, wanted, rows_at_a_time=64 if column else 1024):
                 image = values.pop(column) if column else None
                 reason = None if image else _reason(values)
-                yield self.row(f'{prefix}{text(values["key"])}', values.get('url'), image, values['caption'], values, reason)
+                yield self.row(f'{_prefix(name)}{text(values["key"])}', values.get('url'), image, values['caption'], values, reason)
 
 
-class Img2datasetWebdataset(Img2dataset):
+class Img2datasetWebdataset(Img2datasetParquet):
     """`NNNNN.tar` with `.jpg`, `.txt` and `.json` a sample, and `NNNNN.parquet` with a line for every URL."""
 
+    image_columns = False
     is_our_crawl = False
     """Whether data_prep.download wrote it: then the images are as they came, and have the SHA-256 that the list of rows says."""
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Img2datasetWebdataset | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Self | None:
         ours = {name: stat for name, stat in files.items() if name.endswith(('.tar', '.parquet')) and _is_shard(name)}
         records = {name for name in files if PurePosixPath(name).name == RECORD_NAME}
         if not records and not any(name.endswith('.tar') and f'{name.removesuffix(".tar")}.parquet' in ours for name in ours):
@@ -75,16 +87,13 @@ class Img2datasetWebdataset(Img2dataset):
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
         tar_name, sidecar_name = part.files
         where = f'{self.folder.url}/{tar_name}'
-        sidecar = self.folder.fetch(sidecar_name, scratch)
-        with readable(f'{self.folder.url}/{sidecar_name}', REMEDY):
-            rows = list(self.listed_rows(sidecar, sidecar_name, image_columns=False))
+        rows = list(self.listed_rows(sidecar_name, scratch))
         listed = {row.key: row for row in rows}
         if len(listed) < len(rows):
             raise DataError(f'{self.folder.url}/{sidecar_name}: {len(rows)} rows share {len(listed)} keys; {REMEDY}')
-        with readable(where, REMEDY):
-            wanted = (*IMAGE_SUFFIXES, 'txt')  # the .json says what the parquet file says
-            for path, files in samples_of(self.folder.fetch(tar_name, scratch), wanted):
-                key = PurePosixPath(path).name
+        with local_copy(self.folder, tar_name, scratch, REMEDY) as tar:
+            for sample, files in samples_of(tar, (*IMAGE_SUFFIXES, 'txt')):  # the .json says what the parquet file says
+                key = PurePosixPath(sample).name
                 found = listed.pop(_prefix(tar_name) + key, None)
                 if found is None:
                     raise DataError(f'{where}: holds the sample {key!r}, which {sidecar_name} does not list; {REMEDY}')
@@ -99,23 +108,6 @@ class Img2datasetWebdataset(Img2dataset):
             if row.columns['status'] == b'success':
                 raise DataError(f'{where}: lacks {row.key}, which {sidecar_name} lists as downloaded: the tar was cut short; {REMEDY}')
             yield row
-
-
-class Img2datasetParquet(Img2dataset):
-    """`NNNNN.parquet` with the image in the column `jpg` (or `png`, `webp`), empty for failed URLs."""
-
-    @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Img2datasetParquet | None:
-        ours = {name: stat for name, stat in files.items() if name.endswith('.parquet') and _is_shard(name)}
-        return cls(folder, ours) if ours else None
-
-    def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
-        (name,) = part.files
-        with readable(f'{self.folder.url}/{name}', REMEDY):
-            for row in self.listed_rows(self.folder.fetch(name, scratch), name, image_columns=True):
-                if row.image is None and row.reason is None:
-                    row.reason = 'no image in the row'
-                yield row
 
 
 def _refuse_unfinished(folder: Folder, files: Mapping[str, Stat], records: set[str]) -> None:

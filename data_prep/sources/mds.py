@@ -1,11 +1,9 @@
 """MDS shards: those that `convert` wrote, to filter or shard them again, and those that anybody wrote, whose columns the user names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -50,7 +48,7 @@ class ImageMDS(Source):
         self.stored_columns = tuple(name for name, column in first.columns.items() if column['encoding'] == 'json' and name != 'captions')
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> ImageMDS | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Self | None:
         if MANIFEST_NAME not in files or not any(PurePosixPath(name).name == INDEX_NAME for name in files):
             if JOB_NAME in files:
                 raise DataError(f'{folder.url}: is a dataset that was begun and is not finished; run the command that began it again')
@@ -69,7 +67,7 @@ class ImageMDS(Source):
                 groups[-1].append(shard)
             else:
                 groups.append([shard])
-        return [Part(shards[0].name, {}, shards) for shards in groups]
+        return [Part(shards[0].name, {one.path: self.files[one.path] for one in shards if one.path in self.files}, shards) for shards in groups]
 
     def fingerprint(self, part: Part) -> dict[str, Any]:
         return {'shards': [shard.fingerprint for shard in part.detail]}
@@ -108,7 +106,7 @@ class AnyMDS(Source):
         self.several_captions = encodings[columns['caption']] == 'json'
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> AnyMDS | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Self | None:
         streams = [str(PurePosixPath(name).parent).removeprefix('.') for name in files if PurePosixPath(name).name == INDEX_NAME]
         try:
             shards = list_shards(folder, streams)

@@ -1,16 +1,14 @@
 """Parquet files that anybody may have written, and Hugging Face's: those with an image column, such as `snapshot_download` leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.sources.base import CAPTION_COLUMNS, Part, Row, Source, SourceOptions, files_of_split, is_list, readable, text
-from diffusion.common.storage import Folder, Stat, scratch_for
+from data_prep.sources.base import CAPTION_COLUMNS, Part, Row, Source, SourceOptions, files_of_split, is_list, local_copy, text
+from diffusion.common.storage import Folder, Stat
 from diffusion.contracts.errors import DataError
 
 
@@ -20,19 +18,17 @@ class HuggingFaceParquet(Source):
     The caption is the column `caption`, `text` or `captions`, text or a list of texts.
     """
 
-    has_splits = True
-    takes_columns = True
+    has_splits = takes_columns = True
     columns: Mapping[str, str]
     """The source's names of `image`, `caption` ('': not known), `key` ('': the place in the file) and `url`."""
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> HuggingFaceParquet | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Self | None:
         ours = {name: stat for name, stat in files.items() if name.endswith('.parquet') and (asked.columns or not is_list(name))}
         if not ours:
             return None
-        first = next(iter(ours))
-        with scratch_for() as scratch, readable(f'{folder.url}/{first}'):
-            schema = pq.read_schema(folder.fetch(first, scratch))
+        with local_copy(folder, next(iter(ours))) as first:
+            schema = pq.read_schema(first)
             each_once(schema.names)
         wrong = [name for name in asked.columns.values() if name not in schema.names]
         if wrong:
@@ -49,12 +45,12 @@ class HuggingFaceParquet(Source):
 
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
         (name,) = part.files
-        where, columns = f'{self.folder.url}/{name}', self.columns
-        with readable(where), pq.ParquetFile(self.folder.fetch(name, scratch)) as file:
+        columns = self.columns
+        with local_copy(self.folder, name, scratch) as path, pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             lacking = {columns['image'], columns['caption'], columns['key']} - {*names, ''}
             if lacking:
-                raise DataError(f'{where}: has no column {" and ".join(sorted(lacking))}, unlike the first file')
+                raise DataError(f'{self.folder.url}/{name}: has no column {" and ".join(sorted(lacking))}, unlike the first file')
             for i, values in enumerate(parquet_rows(file, names)):
                 cell = values.pop(columns['image'])
                 content = cell.get('bytes') if isinstance(cell, dict) else cell

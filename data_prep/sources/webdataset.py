@@ -1,12 +1,10 @@
 """Plain WebDataset: tar files of samples, as most image datasets on the Hub are; img2dataset's, which come with a list of their rows, are not."""
 
-from __future__ import annotations
-
 import tarfile
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 from data_prep.sources.base import (
     CAPTION_COLUMNS,
@@ -19,10 +17,10 @@ from data_prep.sources.base import (
     SourceOptions,
     captions_of,
     files_of_split,
-    readable,
+    local_copy,
 )
 from diffusion.common.files import parse_json_object
-from diffusion.common.storage import Folder, Stat, scratch_for
+from diffusion.common.storage import Folder, Stat
 from diffusion.contracts.errors import DataError
 
 REMEDY = 'download this shard again'
@@ -40,22 +38,20 @@ class WebDataset(Source):
 
     def __init__(self, folder: Folder, files: Mapping[str, Stat], caption: str | None):
         super().__init__(folder, files, caption)
-        first = next(iter(files))
-        with scratch_for() as scratch, readable(f'{folder.url}/{first}', REMEDY):
-            seen = islice(samples_of(folder.fetch(first, scratch), ('txt', 'json', 'cls')), NUM_SEEN)
+        with local_copy(folder, next(iter(files)), remedy=REMEDY) as first:
+            seen = islice(samples_of(first, ('txt', 'json', 'cls')), NUM_SEEN)
             numbers = [len(captions_of(_captions(sample, _fields(sample)))[0]) for _, sample in seen]
         self.has_captions, self.several_captions = any(numbers), max(numbers, default=0) > 1
 
     @classmethod
-    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> WebDataset | None:
+    def open(cls, folder: Folder, files: Mapping[str, Stat], asked: SourceOptions) -> Self | None:
         ours = {name: stat for name, stat in files.items() if name.endswith('.tar')}
         return cls(folder, files_of_split(ours, asked.split, folder.url), asked.caption) if ours else None
 
     def rows(self, part: Part, scratch: Path) -> Iterator[Row]:
         (name,) = part.files
         keys = set[str]()
-        with readable(f'{self.folder.url}/{name}', REMEDY):
-            path = self.folder.fetch(name, scratch)
+        with local_copy(self.folder, name, scratch, REMEDY) as path:
             fields = dict.fromkeys(field for _, sample in samples_of(path, ('json',)) for field in _fields(sample))
             for key, sample in samples_of(path, (*IMAGE_SUFFIXES, 'txt', 'json', 'cls')):
                 columns = {**fields, **_fields(sample)}

@@ -17,7 +17,7 @@ from diffusion.autoencoding.networks import moments_layer
 from diffusion.common.collective import unwrap_model
 from diffusion.common.files import read_json, replacing_folder
 from diffusion.contracts.errors import CheckpointError
-from diffusion.evaluation.metrics.reconstructions import LatentRecord, LatentStatistics
+from diffusion.evaluation.metrics.reconstructions import LatentStatistics
 from diffusion.recipe import AutoencoderRecipe, to_yaml
 from diffusion.training.ema import averaged_weights
 from diffusion.training.trainer import Trainer
@@ -26,7 +26,7 @@ TOGETHER = 16  # crops that are encoded at once
 
 
 @torch.no_grad()
-def measure_latents(model: AutoencoderTraining, dataset: Any, count: int) -> LatentRecord:
+def measure_latents(model: AutoencoderTraining, dataset: Any, count: int) -> dict[str, Any]:
     """Return mean and deviation of the latents of `count` evenly spaced training crops, those of the first epoch, or of all if there are fewer.
 
     All ranks must call it: each encodes its part, and all get the same, whatever their number.
@@ -48,14 +48,14 @@ def measure_latents(model: AutoencoderTraining, dataset: Any, count: int) -> Lat
 
 
 @torch.no_grad()
-def normalise_latents(network: AutoencoderKL, record: LatentRecord) -> dict[str, Any]:
+def normalise_latents(network: AutoencoderKL, record: dict[str, Any]) -> dict[str, Any]:
     """Fold mean and deviation of the latents into the weights where that can be; return the entries of config.json that bring them to 0 and 1.
 
     With 1 x 1 convolutions on both sides of the latents, as Stable Diffusion's has, these take over each channel's mean and deviation, exactly:
     scale 1 and shift 0 are left for every pipeline. Else there is one scale and one shift for all channels, which pipelines of transformers
     (SD3, Flux, PRX) read, and that of Stable Diffusion does not. `latents_mean` and `latents_std` are those of the channels as they are then.
     """
-    mean, std = (torch.tensor([channel[name] for channel in record['channels']]) for name in ('mean', 'std'))  # type: ignore[literal-required]
+    mean, std = (torch.tensor([channel[name] for channel in record['channels']]) for name in ('mean', 'std'))
     if network.quant_conv is None or network.post_quant_conv is None:
         factors = {'scaling_factor': 1 / record['std'], 'shift_factor': record['mean']}
         return {**factors, 'latents_mean': mean.tolist(), 'latents_std': std.tolist()}

@@ -41,7 +41,7 @@ from diffusion.families.registry import build_network, family_for
 from diffusion.objectives import build_objective
 from diffusion.recipe import Recipe, recipe_from_yaml
 from diffusion.recipe.averaging import coverage
-from diffusion.recipe.hub import hub_source
+from diffusion.recipe.keys import hub_source
 
 
 def export(

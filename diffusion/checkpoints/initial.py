@@ -26,7 +26,7 @@ from diffusion.families.registry import family_of
 from diffusion.objectives import build_objective
 from diffusion.objectives.objective import Objective
 from diffusion.recipe import Recipe
-from diffusion.recipe.hub import hub_source
+from diffusion.recipe.keys import hub_source
 from diffusion.recipe.schema import Model
 
 WEIGHTS = 'diffusion_pytorch_model.safetensors'

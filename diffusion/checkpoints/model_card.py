@@ -24,7 +24,7 @@ from diffusion.families.pipeline import KOHYA, LORA
 from diffusion.families.registry import family_of
 from diffusion.objectives import build_objective
 from diffusion.recipe import Recipe
-from diffusion.recipe.hub import hub_source
+from diffusion.recipe.keys import hub_source
 from diffusion.recipe.schema import Stream
 from diffusion.recipe.techniques import techniques
 

@@ -107,7 +107,7 @@ def _is_list(field: FieldInfo) -> bool:
 
 
 def _shown_name(name: str, field: FieldInfo) -> str:
-    return _extra(field)['metavar'] if _extra(field)['positional'] else f'--{name.replace("_", "-")}'
+    return _extra(field)['metavar'] if _extra(field)['positional'] else f'--{name.rstrip("_").replace("_", "-")}'
 
 
 def _usage(field: FieldInfo) -> str:

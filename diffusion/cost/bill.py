@@ -3,7 +3,7 @@
 A row is a quantity times a price. Quantities are numbers or arrays of draws; nothing is rounded here. docs/cost.md explains every row.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,13 +13,151 @@ from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.cost.assumptions import Assumptions, DerivedEncoding, EncodingAssumptions
 from diffusion.cost.encoders import PricedEncoder
-from diffusion.cost.formulas import BYTES_PER_GB, BYTES_PER_TB, HOURS_PER_DAY, SEC_PER_HOUR, Number, Phase, hours, median, spread_text
-from diffusion.cost.interruptions import InterruptedRun, Interruptions, PaymentPlan, PlanError, plan_for
+from diffusion.cost.formulas import BYTES_PER_GB, BYTES_PER_TB, HOURS_PER_DAY, HOURS_PER_YEAR, SEC_PER_HOUR, Number, Phase, hours, median, spread_text
 from diffusion.cost.prices import CostRow, Price, Prices
+
+LARGEST_STRETCH = 100  # wall time over that of steps and saves: more is no plan
 
 
 class BillError(InputError):
     """The assumptions do not say what this project's bill needs."""
+
+
+class PlanError(InputError):
+    """A run that cannot come to an end, or a way to pay that lacks a price."""
+
+
+def expected_stretch(interval_sec: Number, save_sec: Number, between_failures_sec: Number, restart_sec: Number, notice_sec: Number = 0.0) -> Number:
+    """Expected wall time over useful time when failures are exponential, exactly: M e^((D + R) / M) (e^((tau + C) / M) - 1) / tau.
+
+    The complete model of J. T. Daly, Future Generation Computer Systems 22(3), 2006; `overhead` is its first order, 1 + C / tau its limit without
+    failures. Restarts and saves can fail too. Arguments may be arrays. Infinite where no interval is ever survived.
+
+    Args:
+        interval_sec: tau, work from the end of a save to the begin of the next.
+        between_failures_sec: M, of the whole job; infinite is never.
+    """
+    segment_sec, per_sec = np.add(interval_sec, save_sec), np.divide(1.0, between_failures_sec)
+    with np.errstate(over='ignore'):
+        failures = np.asarray(segment_sec * per_sec, dtype=float)
+        growth = np.where(failures == 0, 1.0, np.expm1(failures) / np.where(failures == 0, 1.0, failures))  # (e^x - 1) / x, 1 at 0
+        passed_sec = segment_sec * growth * np.exp(np.add(restart_sec, notice_sec) * per_sec)
+    return passed_sec / interval_sec
+
+
+@dataclass(frozen=True)
+class Interruptions:
+    """Rate and cost of the failures of a job. All may be arrays of draws."""
+
+    between_sec: Number  # of all its GPUs together
+    interval_sec: Number  # work between two saves
+    save_sec: Number  # training stands still
+    restart_sec: Number  # from the failure to the first step, machines paid for: notice, start, load, compile
+    wait_sec: Number = 0.0  # before that, without machines and not paid for: until a spot market has capacity again
+
+    @property
+    def paid_stretch(self) -> Number:
+        """Expected hours paid for over hours of useful work."""
+        return expected_stretch(self.interval_sec, self.save_sec, self.between_sec, self.restart_sec)
+
+    @property
+    def wall_stretch(self) -> Number:
+        """Expected wall hours over hours of useful work: one failure comes every between_sec of the time with machines (Wald's identity)."""
+        return self.paid_stretch * (1 + self.wait_sec / self.between_sec)
+
+
+@dataclass(frozen=True)
+class InterruptedRun:
+    """Useful work one after another on the same GPUs: (wall hours without any interruption, the interruptions meanwhile)."""
+
+    parts: tuple[tuple[Number, Interruptions], ...]
+    num_gpus: int
+
+    @property
+    def useful_hours(self) -> Number:
+        return sum(hours for hours, _ in self.parts)
+
+    @property
+    def paid_hours(self) -> Number:
+        """Expected wall hours with machines; PlanError if the run would hardly ever come through an interval between saves."""
+        return self._expected([part.paid_stretch for _, part in self.parts])
+
+    @property
+    def wall_hours(self) -> Number:
+        """Expected wall hours; PlanError as for `paid_hours`."""
+        return self._expected([part.wall_stretch for _, part in self.parts])
+
+    def _expected(self, stretches: Sequence[Number]) -> Number:
+        total = sum(hours * stretch for (hours, _), stretch in zip(self.parts, stretches, strict=True))
+        without_failures = sum(hours * (1 + np.divide(part.save_sec, part.interval_sec)) for hours, part in self.parts)
+        times = np.median(np.divide(total, without_failures))
+        if not (np.all(np.isfinite(total)) and times <= LARGEST_STRETCH):
+            worst = self.parts[int(np.argmax([np.median(stretch) for stretch in stretches]))][1]
+            between, every, save = (np.median(sec) for sec in (worst.between_sec, worst.interval_sec, worst.save_sec))
+            remedy = 'save more often (checkpoint.every) or use fewer GPUs'
+            if save > every:
+                remedy = f'a save takes {save:,.3g} s: save less often (checkpoint.every), or assume a shorter one (--assume faults.save_sec=SECONDS)'
+            raise PlanError(
+                f'{counted(self.num_gpus, "GPU")}, a failure every {between:,.0f} s, a save every {every:,.3g} s: {times:,.3g} times the hours '
+                f'of steps and saves: such a run never ends; {remedy}'
+            )
+        return total
+
+
+@dataclass(frozen=True)
+class PaymentPlan:
+    """A way to pay for GPUs: what is used, or what was reserved, used or not.
+
+    Attributes:
+        beyond: price of what goes beyond a reservation; None: nothing is reserved, and what is used is paid.
+        reserved_hours: for all GPUs of the run; None: as many whole days as are used.
+        taken_over_share: share of the unused hours that others use and pay for (0..1).
+        is_spot: the machines may be taken away.
+    """
+
+    price: Price
+    beyond: Price | None = None
+    reserved_hours: Number | None = None
+    taken_over_share: Number = 0.0
+    is_spot: bool = False
+
+    def pay(self, used_gpu_hours: Number, wall_hours: Number, num_gpus: int) -> list[tuple[str, Number, Price]]:
+        """Return (what, GPU-hours, price) of every payment for GPU-hours that are used within some wall hours."""
+        if self.beyond is None:
+            return [('used', used_gpu_hours, self.price)]
+        needed = np.maximum(wall_hours, np.divide(used_gpu_hours, num_gpus))
+        reserved = (np.ceil(needed / HOURS_PER_DAY) * HOURS_PER_DAY if self.reserved_hours is None else self.reserved_hours) * num_gpus
+        unused, beyond = np.maximum(0.0, reserved - used_gpu_hours), np.maximum(0.0, used_gpu_hours - reserved)
+        return [
+            ('used', used_gpu_hours - beyond, self.price),
+            ('reserved, not used', unused * (1 - self.taken_over_share), self.price),
+            ('beyond the reservation', beyond, self.beyond),
+        ]
+
+    def dollars(self, run: InterruptedRun) -> Number:
+        """Expected dollars for a run alone."""
+        payments = self.pay(run.paid_hours * run.num_gpus, run.wall_hours, run.num_gpus)
+        return sum(gpu_hours * price.dollars for _, gpu_hours, price in payments)
+
+
+def payment_plan(price: Price, prices: Prices, taken_over_share: Number = 0.0) -> PaymentPlan:
+    """Return the plan that a price's name means: `reserved-1y` a year, `capacity-block` whole days, `spot...` spot, anything else on demand.
+
+    Raises:
+        PlanError: the name of a reservation tells no time, or the list has no on-demand price of the same thing for what goes beyond it.
+    """
+    offer = price.offer
+    if offer.startswith('capacity-block'):  # nothing goes beyond it
+        return PaymentPlan(price, price, None, taken_over_share)
+    if not offer.startswith('reserved'):
+        return PaymentPlan(price, is_spot=offer.startswith('spot'))
+    years = offer.removeprefix('reserved-').removesuffix('y')
+    if not (years.isdigit() and int(years) > 0):
+        raise PlanError(f'{price.name}: for how long? name it reserved-1y, reserved-3y ..., or capacity-block for whole days')
+    name = f'{price.name.removesuffix(offer)}on-demand'
+    if name not in prices:
+        raise PlanError(f'{price.name}: at which price goes what is beyond the reservation? add {name} to the list (--price {name}=DOLLARS)')
+    return PaymentPlan(price, prices[name], int(years) * HOURS_PER_YEAR, taken_over_share)
 
 
 @dataclass(frozen=True)
@@ -107,12 +245,12 @@ class Bill:
 
 
 def make_bill(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Price) -> Bill:
-    """Return every row of the project at the price of a training GPU's hour, whose name says how it is paid (`interruptions.plan_for`).
+    """Return every row of the project at the price of a training GPU's hour, whose name says how it is paid (`interruptions.payment_plan`).
 
     Raises:
         BillError, PriceError, PlanError: more latents are assumed than images, a price is missing, or the run would never end.
     """
-    plan = payment_plan(price, assumed, prices)
+    plan = payment_plan(price, prices, assumed.work.taken_over_share)
     run = interrupted_run(job, assumed, plan)
     rows = [*_prepared(job, assumed, prices, price), *_training(job, assumed, run, price)]
     wall_hours = run.wall_hours + run.useful_hours * assumed.work.evaluation_share + sum(phase.score_hours for phase in job.phases)
@@ -146,12 +284,6 @@ def make_bill(job: TrainingJob, assumed: Assumptions, prices: Prices, price: Pri
 
 def _row(group: str, what: str, quantity: Number, price: Price, formula: str, kind: str = 'assumed', is_surcharge: bool = False) -> CostRow:
     return CostRow(group, what, quantity, price.unit, price, formula, kind=kind, is_surcharge=is_surcharge)
-
-
-def payment_plan(price: Price, assumed: Assumptions, prices: Prices) -> PaymentPlan:
-    """Return the plan of a price; what goes beyond a reservation is at the on-demand price of the same GPU, if the list has one."""
-    gpu = price.name.rpartition('.')[0].removeprefix('gpu_hour.')
-    return plan_for(price, prices.plans(gpu).get('on-demand'), assumed.work.taken_over_share)
 
 
 def interrupted_run(job: TrainingJob, assumed: Assumptions, plan: PaymentPlan) -> InterruptedRun:
@@ -285,7 +417,7 @@ def ways_to_pay(job: TrainingJob, assumed: Assumptions, prices: Prices, offers: 
     rows = []
     for price in offers:
         try:
-            plan = payment_plan(price, assumed, prices)
+            plan = payment_plan(price, prices, assumed.work.taken_over_share)
             run = interrupted_run(job, assumed, plan)
             wall_hours, reserved_hours, note = run.wall_hours, plan.reserved_hours, ''
             if reserved_hours is not None and median(wall_hours) < reserved_hours:

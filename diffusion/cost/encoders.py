@@ -20,9 +20,8 @@ from diffusion.cost.facts import Facts
 from diffusion.cost.formulas import BYTES_PER_MB, BYTES_PER_TB, ONLINE_FACTOR, SEC_PER_HOUR, Number, hours, median, spread_text, two_digits
 from diffusion.cost.hardware import gpu_name, peak_flops
 from diffusion.cost.prices import UNITS, CostRow, Price, Prices, gpu_of, load_prices
-from diffusion.cost.published import ANYSCALE_ENCODING, PublishedEncoding
 from diffusion.cost.results import Result
-from diffusion.cost.throughput import Rate
+from diffusion.cost.throughput import ANYSCALE_ENCODING, Rate
 from diffusion.recipe import Recipe
 from diffusion.recipe.schema import Cost, RayEncoders
 
@@ -90,24 +89,18 @@ def measured_rate(rows: Sequence[Result], gpu: str | None, resolution: int) -> R
     return Rate(one(best) * (px / resolution) ** 2, 'assumed', f'{one(best):,.3g} images/s measured on {source}, by pixels')
 
 
-def published_rate(row: PublishedEncoding, gpu: str | None, resolution: int, flop: float | None) -> Rate | None:
-    """Return the published rate scaled by FLOP of a sample (None: not counted, and by pixels); None for another GPU."""
-    if gpu != row.gpu:
-        return None
-    needed = row.flop_per_image * (resolution / row.resolution) ** 2 if flop is None else flop
-    source = f'{row.images_per_sec:,.0f} images/s of {row.what} ({row.source})'
-    if (needed, resolution) == (row.flop_per_image, row.resolution):
-        return Rate(row.images_per_sec, 'published', source)
-    return Rate(row.images_per_sec * row.flop_per_image / needed, 'assumed', f'{source}, by FLOP')
-
-
 def rate_of_gpu(
     gpu: str | None, training_gpu: str, resolution: int, vae_flop: float | None, assumed: Assumptions, measured: Sequence[Result] = ()
 ) -> Rate | None:
     """Return the rate of one GPU (None: CPU cores, which only measured rows know) that encodes images without text; None if nothing is known."""
     if found := measured_rate(measured, gpu, resolution):
         return found
-    nearest, published = encoding_at(assumed.encoding, resolution), published_rate(ANYSCALE_ENCODING, gpu, resolution, vae_flop)
+    nearest, published, row = encoding_at(assumed.encoding, resolution), None, ANYSCALE_ENCODING
+    if gpu == row.gpu:
+        flop = row.flop_per_image * (resolution / row.resolution) ** 2 if vae_flop is None else vae_flop  # not counted: by pixels
+        published = Rate(row.images_per_sec, 'published', f'{row.images_per_sec:,.0f} images/s of {row.what} ({row.source})')
+        if (flop, resolution) != (row.flop_per_image, row.resolution):
+            published = Rate(row.images_per_sec * row.flop_per_image / flop, 'assumed', f'{published.note}, by FLOP')
     if gpu is None or nearest is None:
         return published
     size, source = nearest
@@ -309,21 +302,9 @@ def offline_from(rows: Sequence[CostRow], other: str, epochs: Number) -> int | N
     return first_cheaper_epoch(dollars(OFFLINE, 'encoders', 'storage'), per_epoch)
 
 
-@dataclass(frozen=True)
-class EncoderBill:
-    """Cost of the encoders of a run so far, paid for whenever it runs, at a price of which an hour of one takes so many units."""
-
-    num_encoders: int
-    wall_hours: float
-    price: Price | None
-    units: float
-
-    @property
-    def dollars(self) -> float | None:
-        return None if self.price is None else self.num_encoders * self.wall_hours * self.units * self.price.dollars
-
-
-def encoder_bill(encoders: RayEncoders, cost: Cost, running_sec: float) -> EncoderBill:
-    """Return the bill of a run's encoders at the price of its recipe, or the list's of now."""
+def encoder_row(encoders: RayEncoders, cost: Cost, running_sec: float) -> CostRow:
+    """Return what the encoders of a run took so far, paid for whenever it runs; its price is the recipe's, or the list's of now, or not known."""
     _, price, units = priced_encoder(encoders, cost, load_prices())
-    return EncoderBill(encoders.actors, running_sec / SEC_PER_HOUR, price, units)
+    wall_hours = running_sec / SEC_PER_HOUR
+    formula = f'{counted(encoders.actors, "encoder")} x {wall_hours:,.3f} h in which training ran' + (f' x {units:g}' if units != 1 else '')
+    return CostRow('encoding', 'encoders', encoders.actors * wall_hours * units, '' if price is None else price.unit, price, formula)

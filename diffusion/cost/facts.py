@@ -19,9 +19,9 @@ from diffusion.cost.formulas import SEC_PER_HOUR, Number, Phase, hours, median
 from diffusion.cost.prices import RULES
 from diffusion.recipe import AnyRecipe, Recipe, RecipeError, load_any_recipe, to_dict
 from diffusion.recipe.averaging import profiles
-from diffusion.recipe.contradictions import contradictions
 from diffusion.recipe.keys import MISSING
 from diffusion.recipe.load import kind_of
+from diffusion.recipe.manifest_rules import manifest_errors
 from diffusion.recipe.merging import merge
 from diffusion.recipe.reading import file_layers, override_layers
 from diffusion.recipe.rules import PIXELS_PER_LATENT
@@ -116,7 +116,7 @@ def known_images(recipe: AnyRecipe) -> int | None:
     manifests, errors = {name: Manifest.read(folder) for name, folder in folders.items()}, []
     for name, manifest in manifests.items():  # as train.py finds them, before a GPU is rented; of aspect buckets it looks at each
         if not (manifest.streams and recipe.data.aspect_buckets):
-            found = contradictions(manifest, recipe, f'data.streams.{name}.local={folders[name]}')
+            found = manifest_errors(manifest, recipe, f'data.streams.{name}.local={folders[name]}')
             errors += [f'{folders[name]}: {error}' for error in found]
     if errors:
         raise ManifestError('\n'.join(errors))

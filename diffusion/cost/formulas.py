@@ -27,21 +27,6 @@ QUANTILES = (0.1, 0.5, 0.9)
 # Encoding in every step instead of once: "1.4x time and cost" over both phases (README of mosaicml/diffusion).
 ONLINE_FACTOR = 1.4
 
-# In words, for reports; docs/cost.md has the same.
-FORMULAS = {
-    'F1': 'hours of a phase = samples / (images/s of all GPUs) / 3600',
-    'F2': 'days = the sum of hours / 24',
-    'F3': 'GPU-hours = hours x GPUs',
-    'F4': 'dollars = GPU-hours x price of a GPU-hour',
-    'F5': 'dollars of machines of several kinds = hours x (count x price of each kind, added up) + what is paid once',
-    'F6': f'latents: training + encoding once + storing them; encoding in every step instead: training x {ONLINE_FACTOR:g}',
-    'F7': 'hours billed by heartbeats = heartbeats x seconds between two / 3600',
-    'F8': 'dollars or seconds of a step = those of the job / steps',
-    'F9': 'gradient accumulation = global batch / (GPUs x micro-batch)',
-    'F10': 'discounted price = price x (1 - share saved)',
-    'F11': 'what a comparison is made with = value / (times of it), or value / (1 + change as a share)',
-}
-
 
 def hours(num_samples: Number, images_per_sec: Number) -> Number:
     """Wall hours of a number of samples (F1)."""
@@ -69,6 +54,19 @@ SD2_BASE = (Phase(256, 550_000 * 2048), Phase(512, 850_000 * 2048))
 def run_hours(phases: Sequence[Phase], images_per_sec: Mapping[int, Number]) -> Number:
     """Wall hours of phases one after another, by the images/s of all GPUs together at each resolution; KeyError where one is missing."""
     return sum(hours(phase.num_samples, images_per_sec[phase.resolution]) for phase in phases)
+
+
+def best_interval_sec(save_sec: float, between_failures_sec: float, restart_sec: float) -> float:
+    """Interval from save to save of the highest availability, C + sqrt(2 (M + R) C + C^2). arXiv 2410.18124.
+
+    C: save_sec, for which training stands still; M: of the whole job; R: from the start of a process to its first step.
+    """
+    return save_sec + math.sqrt(2 * (between_failures_sec + restart_sec) * save_sec + save_sec**2)
+
+
+def overhead(interval_sec: float, save_sec: float, between_failures_sec: float, restart_sec: float, notice_sec: float = 0.0) -> float:
+    """Share of the time that saving and failing cost, to first order: C / tau + (tau / 2 + D + R) / M, with D until someone has started again."""
+    return save_sec / interval_sec + (interval_sec / 2 + notice_sec + restart_sec) / between_failures_sec
 
 
 def range_problem(value: Uncertain) -> str:

@@ -5,7 +5,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BeforeValidator
 
 from diffusion.common.text import did_you_mean
 from diffusion.contracts.errors import InputError
@@ -79,6 +81,35 @@ def gpu_name(device_name: str, names: Iterable[str] = MEMORY_GB) -> str | None:
 
 def _words(name: str) -> set[str]:
     return set(re.findall('[a-z0-9]+', name.lower()))
+
+
+def gpu_counts(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list, `8,16,24`; `8..256` and `8,16,...,256` double up to the last.
+
+    Raises:
+        ValueError: something else, or `..` before the first or up to a smaller number.
+    """
+    counts, doubling = list[int](), False
+    for part in text.replace('...', '..').replace('..', ',..,').split(','):
+        if part == '..':
+            doubling = True
+        elif part:
+            if not part.isdigit() or int(part) < 1:
+                raise ValueError(f"'{part}' is not a whole number of at least 1")
+            last = int(part)
+            if doubling and (not counts or last < counts[-1]):
+                remedy = f'{last}..{counts[-1]}' if counts else '8..256'
+                raise ValueError(f'.. doubles from a number to a larger one; write {remedy}')
+            while doubling and counts and counts[-1] * 2 < last:
+                counts.append(counts[-1] * 2)
+            counts.append(last)
+            doubling = False
+    if not counts or doubling:
+        raise ValueError('is not a list of numbers of GPUs; write 8,16,32 or 8..256')
+    return tuple(sorted(set(counts)))
+
+
+GpuCounts = Annotated[tuple[int, ...], BeforeValidator(gpu_counts)]
 
 
 def peak_flops(device_name: str) -> float | None:

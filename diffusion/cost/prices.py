@@ -1,35 +1,50 @@
 """Prices with date and source, from diffusion/cost/prices.yaml, a user's own file, or the command line; and rows, quantities at a price."""
 
-import math
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from diffusion.common.files import read_regular
-from diffusion.common.text import counted, did_you_mean, one_line
+from diffusion.common.command_line import Arguments, option
+from diffusion.common.text import counted, did_you_mean
 from diffusion.contracts.errors import InputError
 from diffusion.cost.formulas import Number, quantiles
 from diffusion.recipe import rules as recipe_rules
 from diffusion.recipe.autoencoder import AnyRecipe
-from diffusion.recipe.reading import MAX_BYTES, read_yaml, yaml_problem
-from diffusion.recipe.schema import Cost, Recipe
+from diffusion.recipe.keys import MISSING, key, keys_of
+from diffusion.recipe.merging import merge
+from diffusion.recipe.reading import file_layers
+from diffusion.recipe.schema import Cost
 
 DEFAULT = Path(__file__).with_name('prices.yaml')
 
-# What is counted, by section of the file.
-UNITS = {
-    'gpu_hour': 'GPU-hour',
-    'machine_hour': 'machine-hour',
-    'storage_tb_month': 'TB-month',
-    'requests_1000': '1,000 requests',
-    'egress_gb': 'GB',
-    'person_month': 'person-month',
-}
+
+@dataclass
+class Offer:
+    dollars: float = key(MISSING, 'Dollars for one unit.', low=0, high=1e9)
+    date: str = key(MISSING, 'Day or month on which that was true or seen.')
+    source: str = key(MISSING, 'Page or paper; `assumption` where there is none.')
+
+
+Things = dict[str, dict[str, Offer]]  # offers by thing, such as `spot` of `h200`
+
+
+@dataclass
+class PriceList:
+    """A file of prices; the text of a section is its unit."""
+
+    gpu_hour: Things = key(dict, 'GPU-hour')
+    machine_hour: Things = key(dict, 'machine-hour')
+    storage_tb_month: Things = key(dict, 'TB-month')
+    requests_1000: Things = key(dict, '1,000 requests')
+    egress_gb: Things = key(dict, 'GB')
+    person_month: Things = key(dict, 'person-month')
+
+
+UNITS = {section: unit.doc for section, unit in keys_of(PriceList).items()}
 
 
 class PriceError(InputError):
@@ -122,9 +137,17 @@ class Prices(UserDict[str, Price]):
         """Prices of one GPU and hour by plan (on-demand, reserved-1y, spot ...)."""
         return {price.offer: price for name, price in self.data.items() if name.startswith(f'gpu_hour.{gpu}.')}
 
-    def preferring(self, price: Price) -> 'Prices':
-        """Return the same list with this price as the first of its kind."""
-        return Prices({price.name: price} | {name: other for name, other in self.data.items() if name != price.name})
+
+class PriceOptions(Arguments):
+    """Options of commands that reckon with prices, for `load_prices` and `asked_price`."""
+
+    price: list[str] = option(
+        [],
+        'of the GPU-hour: dollars, or an offer of the list such as spot; or NAME=DOLLARS for anything in the list, such as '
+        'gpu_hour.h200.on-demand=2.50; repeatable',
+        'PRICE',
+    )
+    prices: Path | None = option(None, 'a list of prices in place of diffusion/cost/prices.yaml', 'FILE')
 
 
 def load_prices(path: Path | None = None, asked: Sequence[str] = ()) -> Prices:
@@ -134,59 +157,35 @@ def load_prices(path: Path | None = None, asked: Sequence[str] = ()) -> Prices:
         PriceError: the file or an override is not understood; all mistakes at once.
     """
     path, prices, errors = DEFAULT if path is None else path, Prices(), list[str]()
-    try:
-        content = read_yaml(read_regular(path, MAX_BYTES).decode())
-    except yaml.YAMLError as error:
-        raise PriceError(f'{path}: cannot be read: {yaml_problem(error)}') from error
-    except (OSError, ValueError) as error:
-        raise PriceError(f'{path}: cannot be read: {one_line(error)}') from error
-    entries = list(_entries(content, errors))
-    for name, is_override, text in (text.partition('=') for text in asked):
-        if is_override:
-            entries.append((name, {'dollars': _number(text), 'date': 'now', 'source': 'given on the command line'}))
-    for name, entry in entries:
-        try:
-            prices[name] = _price(name, entry)
-        except PriceError as error:
-            errors.append(str(error))
+    layers = file_layers(path, errors)
     if errors:
-        raise PriceError('\n'.join([f'{path}: {counted(len(errors), "error")}', *(f'  - {error}' for error in errors)]))
+        raise PriceError(errors[0])
+    listed = merge(PriceList, layers, errors)
+    for section, unit in UNITS.items():
+        for thing, offers in getattr(listed, section).items():
+            named = {f'{section}.{thing}.{offer}': one for offer, one in offers.items()}
+            prices |= {name: Price(name, one.dollars, unit, one.date, one.source) for name, one in named.items()}
+    for name, is_override, amount in (text.partition('=') for text in asked):
+        unit, dollars = UNITS.get(name.partition('.')[0], ''), _dollars(amount)
+        if is_override and (not unit or '.' not in name):
+            errors.append(f"'{name}' is not the name of a price, such as gpu_hour.h200.on-demand; the first part is one of {', '.join(UNITS)}")
+        elif is_override and dollars is None:
+            errors.append(f"{name}: '{amount}' is not a number of dollars from 0 to 1e9")
+        elif is_override:
+            prices[name] = Price(name, dollars or 0.0, unit, 'now', 'given on the command line')
+    if errors:
+        head = f'{path}: {counted(len(errors), "error")}; a price is section: {{thing: {{offer: {{dollars: 2.00, date: 2026-01, source: ...}}}}}}'
+        raise PriceError('\n'.join([head, *(f'  - {error}' for error in errors)]))
     return prices
 
 
-def _entries(value: Any, errors: list[str], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, its value): a section holds things, a thing its offers."""
-    if len(path) == 3:
-        yield '.'.join(path), value
-    elif path and path[0] not in UNITS:
-        errors.append(f"'{path[0]}' is not a section; there are {', '.join(UNITS)}")
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _entries(inner, errors, (*path, str(name)))
-    elif path:
-        price = '{dollars: 2, date: 2026-01, source: ...}'
-        errors.append(f'{".".join(path)}: {value!r} holds no offers; write {path[0]}: {{thing: {{offer: {price}}}}}')
-    else:
-        errors.append('holds no sections; a file of prices is section: {thing: {offer: {dollars: ..., date: ..., source: ...}}}')
-
-
-def _number(text: str) -> float | str:
+def _dollars(text: str) -> float | None:
+    """Return the number of a text; None if it is none from 0 to 1e9."""
     try:
-        return float(text)
+        dollars = float(text)
     except ValueError:
-        return text  # whoever reads it reports it
-
-
-def _price(name: str, entry: Any) -> Price:
-    unit = UNITS.get(name.partition('.')[0])
-    if unit is None or '.' not in name:
-        raise PriceError(f"'{name}' is not the name of a price, such as gpu_hour.h200.on-demand; the first part is one of {', '.join(UNITS)}")
-    if not isinstance(entry, Mapping) or set(entry) != {'dollars', 'date', 'source'}:
-        raise PriceError(f'{name}: {entry} is not a price; write {{dollars: 2.00, date: 2026-01, source: ...}}')
-    value = entry['dollars']
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e9:
-        raise PriceError(f'{name}: {value!r} is not a number of dollars from 0 to 1e9')
-    return Price(name, float(value), unit, str(entry['date']), str(entry['source']))
+        return None
+    return dollars if 0 <= dollars < 1e9 else None
 
 
 def price_of_run(cost: Cost, prices: Prices | None = None) -> Price | None:
@@ -220,8 +219,8 @@ def asked_price(texts: Sequence[str], gpu: str, prices: Prices) -> Price | None:
     """
 
     def asked_for(text: str) -> Price:
-        amount = _number(text)
-        if isinstance(amount, str) or math.isnan(amount) or not 0 <= amount < 1e9:
+        amount = _dollars(text)
+        if amount is None:
             offers = ', '.join(prices.plans(gpu)) or 'none'
             raise PriceError(f'--price {text}: neither dollars, NAME=DOLLARS nor an offer for {gpu} in the list of prices (there: {offers})')
         return Price(f'gpu_hour.{gpu}.given', amount, UNITS['gpu_hour'], 'now', 'given on the command line')
@@ -246,12 +245,5 @@ def gpu_has_a_price(recipe: AnyRecipe, _: int) -> list[str]:
     return []
 
 
-def encoder_price_has_encoders(recipe: Recipe, _: int) -> list[str]:
-    """Refuse a price of encoders that a recipe has not."""
-    if recipe.cost.price_per_encoder_hour is None or recipe.data.encoders is not None:
-        return []
-    return ['cost.price_per_encoder_hour: has no effect without data.encoders; set it to null']
-
-
 # Rules of recipes for commands that end with an error before anything is built.
-RULES: tuple[Callable[[Any, int], list[str]], ...] = (*recipe_rules.RULES, gpu_has_a_price, encoder_price_has_encoders)
+RULES: tuple[Callable[[Any, int], list[str]], ...] = (*recipe_rules.RULES, gpu_has_a_price)

@@ -25,28 +25,22 @@ SHORT_STEP_SEC = 0.01
 MEMORY_TOLERANCE = 0.15  # estimate against measured peak
 
 
-@dataclass(frozen=True)
-class PhasePlan:
-    """One recipe on one cluster."""
+@dataclass(frozen=True, kw_only=True)
+class PhasePlan(TrainingPhase):
+    """One recipe on one cluster; its images/s are draws where they are predicted."""
 
     facts: Facts
     source: RateSource
     rate: Rate
     memory: GpuMemory
     mfu: float | None  # by the rate; None: the GPU's peak is not known
-    training: TrainingPhase  # of the bill: with draws in place of a predicted rate
     needs: str = ''  # a change without which the recipe is not sound here
     fleet: OnlineFleet | None = None  # the recipe's encoders on other machines
 
     @property
-    def unlimited(self) -> Number:
-        """Images/s of training if no encoders made it wait."""
-        return self.training.images_per_sec if self.fleet is None else self.fleet.unlimited
-
-    @property
-    def hours(self) -> float:
+    def likely_hours(self) -> float:
         """Wall hours of the steps alone, at the rate that is most likely."""
-        return hours(self.facts.phase.num_samples, self.rate.images_per_sec)
+        return hours(self.phase.num_samples, self.rate.images_per_sec)
 
 
 @dataclass(frozen=True)
@@ -112,17 +106,16 @@ def column(
                 f'{share:.0%} of {cluster.gpu}: no GPU does more than its peak; give the images/s of all GPUs together at this resolution, '
                 'and their number (RATE@GPUS)'
             )
-        fleet = online_fleet(facts, rate.images_per_sec if rate.draws is None else rate.draws, encoder, assumed)
+        fleet = online_fleet(facts, rate.drawn, encoder, assumed)
         if fleet is not None and fleet.speed < 1 and fleet.encoder.rate is not None:  # training waits for its encoders
             one, limited = fleet.encoder.rate, fleet.images_per_sec
             note = f'by {counted(fleet.encoders.actors, "encoder")} of {one.amount} images/s ({one.how}); without a limit {rate.images_per_sec:,.6g}'
             draws = limited if is_uncertain(limited) else None
             rate = Rate(median(limited), 'limited', '; '.join(filter(None, [note, rate.note])), draws)
-        images_per_sec = rate.images_per_sec if rate.draws is None else rate.draws
-        training = TrainingPhase(
+        phase = PhasePlan(
             name=facts.name,
             phase=facts.phase,
-            images_per_sec=images_per_sec,
+            images_per_sec=rate.drawn,
             origin=rate.how,
             sample_bytes=facts.sample_bytes(assumed),
             checkpoint_bytes=facts.checkpoint_bytes,
@@ -132,11 +125,16 @@ def column(
             kind=recipe.data.kind,
             encoder=encoder,
             num_encoders=0 if fleet is None else fleet.encoders.actors,
-            score_hours=facts.score_hours(images_per_sec if fleet is None else fleet.unlimited, num_gpus),
+            score_hours=facts.score_hours(rate.drawn if fleet is None else fleet.unlimited, num_gpus),
+            facts=facts,
+            source=source,
+            rate=rate,
+            memory=facts.memory(cluster),
+            mfu=mfu(rate.images_per_sec / num_gpus, facts.counts.flop, peak),
+            needs='' if micro_size == asked.recipe.batch.micro_size else f'batch.micro_size={micro_size}',
+            fleet=fleet,
         )
-        share = mfu(rate.images_per_sec / num_gpus, facts.counts.flop, peak)
-        needs = '' if micro_size == asked.recipe.batch.micro_size else f'batch.micro_size={micro_size}'
-        phases.append(PhasePlan(facts, source, rate, facts.memory(cluster), share, training, needs, fleet))
+        phases.append(phase)
     return Column(cluster, tuple(phases))
 
 
@@ -144,65 +142,73 @@ def project_plan(
     columns: Sequence[Column], chosen: Column, assumed: Assumptions, prices: Prices, price: Price, counts_of: Callable[[AnyRecipe], Counts]
 ) -> ProjectPlan:
     """Make all rows and notes of a plan, with the bill of the chosen column at the price of a GPU's hour."""
-    cluster, phases, rows, warnings = chosen.cluster, chosen.phases, list[CostRow](), list[str]()
+    cluster, phases = chosen.cluster, chosen.phases
     gpu, num_gpus = cluster.gpu, cluster.num_gpus
-    job = TrainingJob(tuple(phase.training for phase in phases), num_gpus)
+    job = TrainingJob(phases, num_gpus)
     bill = make_bill(job, assumed, prices, price)
-    for phase in phases:
-        rows += _recipe_rows(phase)
+    rows = [row for phase in phases for row in _recipe_rows(phase)]
     for one in columns:
         for phase in one.phases:
             unfit = one is chosen and not phase.memory.fits
             rows += _cluster_rows(phase, one.cluster, phase.facts.remedies(cluster, counts_of) if unfit else ())
-        gpu_hours = sum(phase.hours for phase in one.phases) * one.cluster.num_gpus
-        rows += [CostRow('steps alone', 'no plan', None, '', formula=error, num_gpus=one.cluster.num_gpus) for error in one.errors]
-        if one.phases:
-            days = gpu_hours / one.cluster.num_gpus / HOURS_PER_DAY
-            rows.append(CostRow('steps alone', 'nodes', one.cluster.num_nodes, 'nodes', num_gpus=one.cluster.num_gpus))
-            rows.append(CostRow('steps alone', 'days', days, 'days', num_gpus=one.cluster.num_gpus))
-            rows.append(CostRow('steps alone', 'training', gpu_hours, 'GPU-hour', price, num_gpus=one.cluster.num_gpus))
-    if gpu in NOT_SUPPORTED:
-        warnings.append(f'{gpu}: {NOT_SUPPORTED[gpu]}; this plan is arithmetic for a comparison')
-    warnings += [warning for phase in phases for warning in phase.source.warnings]
-    limit = ROOFLINE_MFU_A100 if gpu.startswith('a100') else ROOFLINE_MFU
-    warnings += [
-        f"{phase.facts.name} on {counted(one.cluster.num_gpus, 'GPU')}: an MFU of {phase.mfu:.0%} is above the roofline of SD2's U-Net on "
-        f'{gpu}, about {limit:.0%}: measure again before you believe it'
-        for one in columns
-        for phase in one.phases
-        if phase.mfu is not None and phase.mfu > limit
-    ]
+        rows += _steps_alone(one, price)
+    checks = [row for phase in phases for row in memory_checks(phase.facts, phase.source, cluster.gpu_gb)]
+    rows += checks
     for phase in phases:
-        checks = memory_checks(phase.facts, phase.source, cluster.gpu_gb)
-        rows += checks
-        warnings += [check.source for check in checks if check.source]
-    for phase in phases:
-        encoder = phase.training.encoder
-        assert encoder is not None
-        ways = ways_to_encode(phase.facts, phase.unlimited, num_gpus, encoder, price, assumed, prices, phase.rate.how)
+        assert phase.encoder is not None
+        unlimited = phase.images_per_sec if phase.fleet is None else phase.fleet.unlimited
+        ways = ways_to_encode(phase.facts, unlimited, num_gpus, phase.encoder, price, assumed, prices, phase.rate.how)
         epochs = {other: offline_from(ways, other, phase.facts.epochs) for other in (ONLINE, IN_STEP)}
         rows += ways
         rows += [
-            CostRow(OFFLINE, f'cheaper than {other}', epoch, 'epochs', recipe=phase.facts.name)
-            for other, epoch in epochs.items()
-            if epoch is not None
+            CostRow(OFFLINE, f'cheaper than {other}', epoch, 'epochs', recipe=phase.name) for other, epoch in epochs.items() if epoch is not None
         ]
-    warnings += [text for phase in phases if phase.fleet is not None for text in phase.fleet.warnings(phase.facts.name)]
-    warnings += [text for phase in phases for text in text_warnings(phase.facts)]
     rows += ways_to_pay(job, assumed, prices, [price, *(offer for offer in prices.plans(gpu).values() if offer != price)])
+
+    limit = ROOFLINE_MFU_A100 if gpu.startswith('a100') else ROOFLINE_MFU
+    warnings = [
+        *([f'{gpu}: {NOT_SUPPORTED[gpu]}; this plan is arithmetic for a comparison'] if gpu in NOT_SUPPORTED else []),
+        *(warning for phase in phases for warning in phase.source.warnings),
+        *(
+            f"{phase.name} on {counted(one.cluster.num_gpus, 'GPU')}: an MFU of {phase.mfu:.0%} is above the roofline of SD2's U-Net on "
+            f'{gpu}, about {limit:.0%}: measure again before you believe it'
+            for one in columns
+            for phase in one.phases
+            if phase.mfu is not None and phase.mfu > limit
+        ),
+        *(check.source for check in checks if check.source),
+        *(text for phase in phases if phase.fleet is not None for text in phase.fleet.warnings(phase.name)),
+        *(text for phase in phases for text in text_warnings(phase.facts)),
+        *bill.warnings,
+    ]
     not_counted, certain = list(bill.not_counted), list[str]()
     for phase in phases:
-        name, rate, step_sec = phase.facts.name, phase.rate, phase.facts.recipe.batch.global_size / phase.rate.images_per_sec
+        rate, step_sec = phase.rate, phase.facts.recipe.batch.global_size / phase.rate.images_per_sec
         if rate.how == 'assumed' and step_sec < SHORT_STEP_SEC:
             not_counted.append(
-                f'{name}: what a step costs whatever its size (launching kernels, the loader): its {1000 * step_sec:,.2g} ms are '
+                f'{phase.name}: what a step costs whatever its size (launching kernels, the loader): its {1000 * step_sec:,.2g} ms are '
                 'FLOP at an assumed share of the peak, which no small network reaches; measure it (benchmarks.throughput, --throughput FILE)'
             )
         if rate.draws is None and rate.how in ('assumed', 'scaled', 'predicted'):
-            certain.append(f'how wrong the images/s of {name} may be ({rate.how}{": " if rate.note else ""}{rate.note})')
-    unfit_here = [f'{phase.facts.name} does not fit on {num_gpus} {gpu}' for phase in phases if not phase.memory.fits]
-    unique = tuple(dict.fromkeys([*warnings, *bill.warnings]))
-    return ProjectPlan(cluster, tuple(rows), bill, unique, tuple(not_counted), tuple(certain), tuple(unfit_here))
+            certain.append(f'how wrong the images/s of {phase.name} may be ({rate.how}{": " if rate.note else ""}{rate.note})')
+    unfit_here = [f'{phase.name} does not fit on {num_gpus} {gpu}' for phase in phases if not phase.memory.fits]
+    return ProjectPlan(cluster, tuple(rows), bill, tuple(dict.fromkeys(warnings)), tuple(not_counted), tuple(certain), tuple(unfit_here))
+
+
+def _steps_alone(one: Column, price: Price) -> list[CostRow]:
+    """Return time and money of the steps of all recipes on a cluster, or what is wrong with them there."""
+
+    def row(what: str, quantity: Number | None, unit: str, price: Price | None = None, formula: str = '') -> CostRow:
+        return CostRow('steps alone', what, quantity, unit, price, formula, num_gpus=one.cluster.num_gpus)
+
+    if one.errors:
+        return [row('no plan', None, '', formula=error) for error in one.errors]
+    gpu_hours = sum(phase.likely_hours for phase in one.phases) * one.cluster.num_gpus
+    return [
+        row('nodes', one.cluster.num_nodes, 'nodes'),
+        row('days', gpu_hours / one.cluster.num_gpus / HOURS_PER_DAY, 'days'),
+        row('training', gpu_hours, 'GPU-hour', price),
+    ]
 
 
 def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[CostRow]:
@@ -295,8 +301,8 @@ def _recipe_rows(phase: PhasePlan) -> Iterator[CostRow]:
 
 def _cluster_rows(phase: PhasePlan, cluster: Cluster, remedies: Sequence[str]) -> Iterator[CostRow]:
     """Yield what a recipe requires and does on a cluster; rows with a formula are lines of the page."""
-    facts, rate, training, memory, fleet = phase.facts, phase.rate, phase.training, phase.memory, phase.fleet
-    recipe, gpus, sample_bytes = facts.recipe, counted(cluster.num_gpus, 'GPU'), phase.training.sample_bytes
+    facts, rate, memory, fleet, sample_bytes = phase.facts, phase.rate, phase.memory, phase.fleet, phase.sample_bytes
+    recipe, gpus = facts.recipe, counted(cluster.num_gpus, 'GPU')
 
     def row(
         what: str, quantity: Number | None, unit: str, line: str = '', kind: str = 'predicted', group: str = 'recipe', source: str = ''
@@ -334,16 +340,16 @@ def _cluster_rows(phase: PhasePlan, cluster: Cluster, remedies: Sequence[str]) -
             yield row('dataset', terabytes, 'TB', f'{spread_text(terabytes)} TB')
     size = facts.checkpoint_bytes
     written = f'{size / 1e9:,.1f} GB' if size >= 1e9 else f'{size / 1e6:,.0f} MB'
-    yield row('checkpoints', training.num_checkpoints, 'checkpoints', f'{written} each, {training.num_checkpoints} kept')
+    yield row('checkpoints', phase.num_checkpoints, 'checkpoints', f'{written} each, {phase.num_checkpoints} kept')
     yield row('checkpoint', size, 'bytes')
     if (samples := facts.samples) is not None and facts.num_scores:
-        share = f'{spread_text(100 * median(training.score_hours / training.hours), 2)} % of the time of the steps'
+        share = f'{spread_text(100 * median(phase.score_hours / phase.hours), 2)} % of the time of the steps'
         how = f'{samples.count:,} images at guidance {samples.guidance:g} in {samples.steps} steps'
         yield row('scores', facts.num_scores, 'times', f'{facts.num_scores:,} x {how}: {share}, if drawing reaches their FLOP/s')
     yield row('throughput', rate.images_per_sec, 'images/s', phase.source.text, rate.how, source=rate.note)
 
     yield row('MFU', phase.mfu, 'share', group='steps alone')
     yield row('micro-batch', memory.micro_size, 'samples', group='steps alone', source='' if memory.fits else 'does not fit')
-    yield row('hours', phase.hours, 'hours', group='steps alone')
+    yield row('hours', phase.likely_hours, 'hours', group='steps alone')
     if phase.needs:
         yield row('needs', memory.micro_size, 'samples', f"{facts.name}: needs {phase.needs}, a GPU's share of the batch", group='steps alone')

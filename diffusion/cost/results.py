@@ -69,19 +69,8 @@ class Result:
         """Point to fit a scaling law to. Raises ValueError: the row is not that of a rated point of a sweep."""
         num_gpus, global_size, images_per_sec = self.count('num_gpus'), self.count('global_size'), self.images_per_sec
         if num_gpus is None or global_size is None or images_per_sec is None:
-            raise ValueError(f'{self.label}: {self.status}')
+            raise ValueError(f'{self.text("point")}: {self.status}')
         return ScalingPoint(num_gpus, global_size, images_per_sec, self.number('images_per_sec_spread'))
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        settings = self.row.get('settings')
-        return settings if isinstance(settings, Mapping) else {}
-
-    @property
-    def label(self) -> str:
-        """The axes of the sweep, as `key=value`; of other benchmarks the name of the row."""
-        name = self.text('row') or ('' if isinstance(self.row.get('settings'), Mapping) else self.text('point'))
-        return name or label(self.settings)
 
     @property
     def on_gpus(self) -> bool:
@@ -95,20 +84,6 @@ class Result:
         if self.row.get('point'):
             return f'{self.text("benchmark")} {self.text("point")}'
         return json.dumps([self.row.get(key) for key in ('benchmark', *setting, *hardware)], sort_keys=True)
-
-
-SECTIONS = ('model.', 'data.', 'batch.', 'train.')  # of a recipe; what they hold is clear without them
-
-
-def label(settings: Mapping[str, Any]) -> str:
-    """Describe a point by the axes of its sweep: `num_gpus=2, resolution=256, ema.half_life=null`, or `the recipe` if it has none."""
-    names = {key: next((key.removeprefix(section) for section in SECTIONS if key.startswith(section)), key) for key in settings}
-    return ', '.join(f'{names[key]}={as_yaml(value)}' for key, value in settings.items()) or 'the recipe'
-
-
-def as_yaml(value: Any) -> str:
-    """Write a value as a sweep file has it."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass(frozen=True)

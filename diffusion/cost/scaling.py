@@ -296,17 +296,6 @@ class ScalingLaws:
         laws = [self.fit_without_outliers, *([self.fit] if self.outliers else [])]
         return sorted(laws, key=lambda law: -law.step_sec(num_gpus, global_size))
 
-    def images_per_sec(self, num_gpus: int, global_size: int) -> float:
-        """Images per second of all GPUs together: as measured, or else the lower prediction."""
-        point = self.measured_at(num_gpus, global_size)
-        return global_size / self.slowest_first(num_gpus, global_size)[0].step_sec(num_gpus, global_size) if point is None else point.images_per_sec
-
-
-def efficiency(points: Sequence[ScalingPoint]) -> list[float]:
-    """Images per second per GPU of each point, as a share of that of the point with the fewest GPUs."""
-    smallest = min(points, key=lambda point: point.num_gpus)
-    return [point.images_per_sec / point.num_gpus / (smallest.images_per_sec / smallest.num_gpus) for point in points]
-
 
 def _design(points: Sequence[ScalingPoint], gpus_per_node: int) -> np.ndarray:
     """(points, 3): images per GPU and step, (m - 1)/m of m nodes, and 1."""

@@ -18,9 +18,8 @@ import numpy as np
 from diffusion.common.text import counted, did_you_mean
 from diffusion.contracts.errors import InputError
 from diffusion.cost.facts import Cluster, Facts
-from diffusion.cost.formulas import Number, Uncertain, draw, equal_shares, is_uncertain, median, spread_text, two_digits
+from diffusion.cost.formulas import Number, Phase, Uncertain, draw, equal_shares, is_uncertain, median, run_hours, spread_text, two_digits
 from diffusion.cost.hardware import PEAK_FLOPS, gpu_name, peak_flops
-from diffusion.cost.published import PUBLISHED, PublishedThroughput
 from diffusion.cost.results import Result, ResultError, gpus_per_node, read_results
 from diffusion.cost.scaling import ScalingLaws, ScalingPoint
 from diffusion.recipe.averaging import profiles
@@ -37,6 +36,106 @@ PUBLISHED_NETWORK = 'sd2-base'  # of all published rows
 ALIKE = ('precision', 'compile', 'checkpoint_activations', 'ema')  # in all rows of a series; sharding and micro-batch change with the number of GPUs
 
 
+@dataclass(frozen=True)
+class PublishedThroughput:
+    """One row of a published table, of the U-Net of Stable Diffusion 2 (865.9 M parameters), to plan with and to compare against.
+
+    Latents are encoded beforehand where `inside` does not say otherwise. Days and dollars of the sources are in benchmarks/published.yaml, which
+    works them out again from these rows.
+    """
+
+    table: str
+    source: str
+    gpu: str  # as in diffusion/cost/prices.yaml
+    num_gpus: int
+    images_per_sec: dict[int, float]
+    price_per_gpu_hour: float | None  # None: the source names none
+    inside: str = 'U-Net'  # what runs in a step
+    extrapolated: bool = False  # by its authors
+    global_size: int = 2048  # images per step of all GPUs together
+    configuration: str = ''  # what tells it from other rows of its table
+
+    def hours(self, phases: Sequence[Phase]) -> float:
+        """Wall hours of phases one after another."""
+        return run_hours(phases, self.images_per_sec)
+
+    def dollars(self, phases: Sequence[Phase]) -> float:
+        """Price of the phases; ValueError if the source names no price of a GPU-hour."""
+        if self.price_per_gpu_hour is None:
+            raise ValueError(f'{self.source} names no price of a GPU-hour: take one of diffusion/cost/prices.yaml')
+        return self.hours(phases) * self.num_gpus * self.price_per_gpu_hour
+
+
+# The MosaicML post, January 2023 (table of mosaicml/diffusion-benchmark): encoders in the step, all samples at 512 px, $2 per A100-hour.
+MOSAICML_2023_01 = tuple(
+    PublishedThroughput('mosaicml-2023-01', 'MosaicML, 2023-01', 'a100-40gb', gpus, {512: rate}, 2.00, 'U-Net, VAE, text', gpus == 256)
+    for gpus, rate in ((8, 128.2), (16, 254.0), (32, 485.7), (64, 912.2), (128, 1618.4), (256, 2589.4))
+)
+
+# README of mosaicml/diffusion, April 2023: latents encoded beforehand, $2 per A100-hour.
+MOSAICML_TWO_PHASE = tuple(
+    PublishedThroughput('mosaicml-two-phase', 'mosaicml/diffusion README, 2023', 'a100-40gb', gpus, {256: at_256, 512: at_512}, 2.00)
+    for gpus, at_256, at_512 in ((8, 1100, 290), (16, 2180, 585), (32, 4080, 1195), (64, 8530, 2340), (128, 11600, 4590))
+)
+
+P4DE_DOLLARS_PER_HOUR = 40.96  # p4de.24xlarge, 8 A100-80GB, on demand in us-west-2, as the Anyscale post prints it
+
+# The Anyscale post, 2024, tables 3a and 3b: one change a row, each on top of those above. Global batch of its README (anyscale/templates).
+_CHANGES = ('+ EFA', '+ FSDP', '+ torch.compile')
+ANYSCALE_TABLE_3 = tuple(
+    PublishedThroughput(
+        'anyscale-table-3', f'Anyscale, 2024, table {part}', gpu, gpus, {256: at_256, 512: at_512}, price, 'U-Net', False, 4096, change
+    )
+    for part, gpu, gpus, price, rates in (
+        ('3a', 'a100-40gb', 16, None, ((1269, 474), (1925, 667), (2910, 805))),
+        ('3b', 'a100-80gb', 32, P4DE_DOLLARS_PER_HOUR / 8, ((4068, 1029), (5014, 1168), (5908, 1349))),
+    )
+    for change, (at_256, at_512) in zip(_CHANGES, rates, strict=True)
+)
+
+# With everything on, 4 p4de.24xlarge on demand: what its table 4 adds up.
+ANYSCALE = ANYSCALE_TABLE_3[-1]
+
+
+@dataclass(frozen=True)
+class PublishedEncoding:
+    """Images per second of one GPU that encodes."""
+
+    source: str
+    what: str
+    gpu: str  # as in diffusion/cost/prices.yaml
+    resolution: int
+    images_per_sec: float
+    flop_per_image: float  # a forward pass of what it encodes with
+
+
+# Its table 2: 40 A10G next to training at 4,068 images/s; the post has no rate of one. Derived, if the 40 keep up and no more.
+ANYSCALE_ENCODING = PublishedEncoding(
+    source='Anyscale, 2024, table 2, derived: 4,068 / 40',
+    what='an A10G at 256 px with text',
+    gpu='a10g',
+    resolution=256,
+    images_per_sec=ANYSCALE_TABLE_3[3].images_per_sec[256] / 40,
+    flop_per_image=3.1785e11,  # VAE 272.7 and text encoder 45.1 GFLOP, as diffusion.plan counts them
+)
+
+# MLPerf Training, Stable Diffusion at 512 px, from the result logs: images/s over the whole run; latents and text encoded beforehand.
+MLPERF = tuple(
+    PublishedThroughput('mlperf', f'MLPerf Training {version}, {submitter}', gpu, gpus, {512: rate}, None, 'U-Net', False, global_size)
+    for version, submitter, gpu, gpus, global_size, rate in (
+        ('v4.1', 'Dell', 'h100', 4, 256, 580),
+        ('v4.1', 'NVIDIA', 'h100', 8, 256, 1099),
+        ('v4.1', 'NVIDIA', 'h100', 64, 1024, 7934),
+        ('v4.1', 'NVIDIA', 'h100', 512, 2048, 38355),
+        ('v5.0', 'HPE', 'h200', 8, 512, 1197),
+        ('v5.0', 'HPE', 'h200', 32, 1024, 4455),
+        ('v5.0', 'Dell', 'b200', 8, 256, 2194),
+    )
+)
+
+PUBLISHED = (*MOSAICML_2023_01, *MOSAICML_TWO_PHASE, *ANYSCALE_TABLE_3, *MLPERF)
+
+
 class RateError(InputError):
     """The throughput that was named cannot be used for a recipe."""
 
@@ -49,6 +148,11 @@ class Rate:
     how: str  # measured, published, predicted, scaled, given, limited or assumed
     note: str = ''  # source, range and uncertainty
     draws: np.ndarray | None = None  # of a prediction or an assumption, for the ranges of the bill
+
+    @property
+    def drawn(self) -> Number:
+        """Draws, if there are any, or the number."""
+        return self.images_per_sec if self.draws is None else self.draws
 
     @property
     def amount(self) -> str:

@@ -18,7 +18,7 @@ from diffusion.contracts.errors import DataError, ManifestError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest, identity
 from diffusion.datasets.shards import Disagreement, disagreements, disagreements_of_streams, other_columns, read_index
 from diffusion.recipe.autoencoder import AnyRecipe
-from diffusion.recipe.contradictions import contradictions, is_bucket_name
+from diffusion.recipe.manifest_rules import is_bucket_name, manifest_errors
 from diffusion.recipe.schema import Stream, present
 
 MAX_NAMED = 5  # disagreements of a dataset in one message
@@ -176,7 +176,7 @@ def read_sources(
         errors = [
             f'stream {one} ({where(source.stream)}): {error}'
             for one, source in sources.items()
-            for error in contradictions(source.manifest, recipe, setting, vae_sha256, geometry)
+            for error in manifest_errors(source.manifest, recipe, setting, vae_sha256, geometry)
         ]
         if errors:
             raise ManifestError('\n'.join(errors))

@@ -21,7 +21,7 @@ from unittest import mock
 
 from PIL import Image
 
-from data_prep.engines.local import progress_bar
+from data_prep.engines.engine import progress_bar
 from diffusion.checkpoints.initial import base_of, load_base
 from diffusion.common.images import save_png
 from diffusion.common.processes import failpoint
@@ -32,7 +32,7 @@ from diffusion.families.pipeline import DrawingSettings, draw, placed
 from diffusion.families.registry import build_network, family_for
 from diffusion.objectives import build_objective
 from diffusion.recipe import Recipe
-from diffusion.recipe.hub import hub_source
+from diffusion.recipe.keys import hub_source
 from diffusion.recipe.schema import Drawn
 
 PIXELS_A_PASS = 4 * 1024**2  # four images of 1024 px fit next to SDXL on 24 GB

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from data_prep.converting.buckets import AspectBuckets
 from data_prep.converting.conversion import original_size
-from data_prep.converting.filters import Filters, Options
+from data_prep.converting.filters import Options
 from data_prep.sources.base import Row
 from data_prep.sources.formats import find_source
 from diffusion.common.storage import scratch_for
@@ -49,7 +49,7 @@ def read_photos(photos: Photos, data: Data, key: str = 'photos') -> Iterator[Pho
         raise DataError(
             f'{key}.folder: {photos.folder}: is {kind}; photos are image files, other data become a dataset by python -m data_prep.convert'
         )
-    options = Options(buckets=AspectBuckets(data.resolution)) if data.aspect_buckets else Options(Filters(min_side_px=data.resolution))
+    options = Options(buckets=AspectBuckets(data.resolution)) if data.aspect_buckets else Options(min_side_px=data.resolution)
     wrong = list[str]()
     for part in reader.parts():
         with scratch_for() as scratch:

@@ -20,8 +20,8 @@ import torch
 from streaming import MDSWriter
 
 from data_prep.encoding.dataset import batch_at, columns_of, encode_captions, text_encoder_facts, write_empty_captions
-from data_prep.engines.local import progress_bar
-from data_prep.mds.parts import Columns
+from data_prep.engines.engine import progress_bar
+from data_prep.mds.dataset import Columns
 from diffusion import __version__
 from diffusion.checkpoints.initial import base_of
 from diffusion.checkpoints.manifest import batches_of

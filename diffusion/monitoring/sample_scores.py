@@ -23,7 +23,7 @@ from diffusion.contracts.batch import Sample
 from diffusion.contracts.errors import EncoderError
 from diffusion.datasets.loader import stacked
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.evaluation.features.extractors import Extractor, TextExtractor, load_extractors
+from diffusion.evaluation.features.networks import FeatureNetwork, load_extractors
 from diffusion.evaluation.job.images import Prompt
 from diffusion.evaluation.job.models import chunks_of
 from diffusion.evaluation.job.results import DEFAULT_CHUNK
@@ -76,7 +76,7 @@ class HeldOut:
                 moments = stacked([sample['moments'] for sample in samples]).to(self.encoders.vae.device)
             yield self.encoders.vae.decode_middle(moments)
 
-    def features(self, extractor: Extractor) -> dict[str, Tensor]:
+    def features(self, extractor: FeatureNetwork) -> dict[str, Tensor]:
         """Features (N, D) float32 of the real images on the CPU, by name; computed once for a run."""
         path = self.folder / f'real-{extractor.name}-{self._digest(extractor)}.safetensors'
         if path.exists():
@@ -87,7 +87,7 @@ class HeldOut:
             save_file(features, temporary)
         return features
 
-    def _digest(self, extractor: Extractor) -> str:
+    def _digest(self, extractor: FeatureNetwork) -> str:
         """Digest of all that the features depend on. Synthetic data, which have no identity, are a function of their number."""
         sample = self.dataset.view(self.ids[0], 0)
         shape = *sample['images' if 'images' in sample else 'moments'].shape, self.encoders.vae.sha256
@@ -117,7 +117,7 @@ class SampleScores(AtIntervals):
         resolution: int,
         prompts: Sequence[Prompt],
         held_out: HeldOut | None,
-        extractors: Sequence[Extractor],
+        extractors: Sequence[FeatureNetwork],
         averaged: Averaged,
         alive: Callable[[], None],
     ):
@@ -184,7 +184,7 @@ class SampleScores(AtIntervals):
         """Embeddings of the captions by network, on the first rank."""
         captions = [prompt.text for prompt in self.prompts]
         needed = {metric.extractor for metric in self.metrics.values() if metric.needs_captions}
-        return {one.name: one.texts(captions).cpu() for one in self.extractors if isinstance(one, TextExtractor) and one.name in needed}
+        return {one.name: one.texts(captions).cpu() for one in self.extractors if one.name in needed}
 
 
 def build_sample_scores(

@@ -15,8 +15,7 @@ from typing import Any
 from diffusion.common.files import is_number, read_json_lines
 from diffusion.common.text import counted
 from diffusion.contracts.errors import RunError
-from diffusion.cost.formulas import SEC_PER_HOUR
-from diffusion.cost.interruptions import best_interval_sec, overhead
+from diffusion.cost.formulas import SEC_PER_HOUR, best_interval_sec, overhead
 from diffusion.recipe import Duration
 
 Steps = tuple[int, int, float]  # of one line: they led from the first batch to the last, and computed for seconds

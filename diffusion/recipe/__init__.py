@@ -15,21 +15,3 @@ from diffusion.recipe.load import (
     to_yaml,
 )
 from diffusion.recipe.schema import Recipe
-
-__all__ = [
-    'AnyRecipe',
-    'AutoencoderRecipe',
-    'Duration',
-    'Recipe',
-    'RecipeError',
-    'any_recipe_from_yaml',
-    'changed_fields',
-    'load_any_recipe',
-    'load_or_exit',
-    'load_recipe',
-    'of_another_run',
-    'recipe_from_yaml',
-    'refuse_changes',
-    'to_dict',
-    'to_yaml',
-]

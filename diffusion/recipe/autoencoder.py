@@ -147,8 +147,4 @@ def images_are_stored(recipe: AutoencoderRecipe, _: int) -> list[str]:
     return errors
 
 
-AUTOENCODER_RULES: list[Callable[[AutoencoderRecipe, int], list[str]]] = [
-    autoencoder_exists,
-    losses_fit_the_images,
-    images_are_stored,
-]
+AUTOENCODER_RULES: list[Callable[[AutoencoderRecipe, int], list[str]]] = [autoencoder_exists, losses_fit_the_images, images_are_stored]

@@ -1,9 +1,8 @@
 """The arithmetic of the averages of the weights (EMA): what each update keeps, and how much of a run an average covers. No torch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
+from typing import Self
 
 from diffusion.recipe.schema import Ema
 
@@ -29,11 +28,11 @@ class Profile:
     half_life: float = math.inf
 
     @classmethod
-    def of_half_life(cls, half_life: float) -> Profile:
+    def of_half_life(cls, half_life: float) -> Self:
         return cls(math.log(2) / RAMP, half_life)
 
     @classmethod
-    def of_sigma_rel(cls, sigma_rel: float) -> Profile:
+    def of_sigma_rel(cls, sigma_rel: float) -> Self:
         """Find gamma by bisection: its width falls from 0.289 at 0 towards 0."""
         low, high = 0.0, 1 / sigma_rel  # the width is below 1 / (gamma + 2)
         for _ in range(BISECTIONS):

@@ -70,6 +70,8 @@ log.samples.every, log.samples.guidance>1, data.caption_dropout=0, !load_path, !
 eval.samples.every, eval.samples.guidance>1, data.caption_dropout=0, !load_path, !adapter
     eval.samples.guidance: {eval.samples.guidance} needs a trained unconditional model, but data.caption_dropout is 0; set data.caption_dropout=0.1 or
     eval.samples.guidance=1
+model, cost.price_per_encoder_hour!=null, !data.encoders
+    cost.price_per_encoder_hour: has no effect without data.encoders; set it to null
 checkpoint.keep=0
     checkpoint.keep: 0 would leave nothing to resume from; set at least 1, or -1 to keep all
 autoencoder.l1=0, autoencoder.l2=0

@@ -17,7 +17,10 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
+
+from diffusion.common.text import closest
 
 Section = TypeVar('Section')
 Keys = tuple[Any, ...]  # names from the outermost section inwards
@@ -208,6 +211,23 @@ def known_paths(section: Any, name: str = 'NAME', above: Keys = ()) -> Iterator[
                 yield from known_paths(inner, name, (*path, name) if free else path)
 
 
+def suggestion(schema: type, path: str) -> str:
+    """Suggest what an unknown key may have meant: one of that name elsewhere, a similar path or name, or one described by its words."""
+    paths = known_paths(schema, name=path.split('.')[-2] if path.count('.') > 1 else 'NAME')
+    docs = {dotted(keys): meaning(schema, keys).lower() for keys in paths}
+    known = list(docs)
+    last = path.rpartition('.')[2]
+    same_name = [candidate for candidate in known if candidate.rpartition('.')[2] == last]
+    similar = closest(last, [candidate.rpartition('.')[2] for candidate in known], cutoff=0.7)
+    similar_paths = (candidate for candidate in known if candidate.rpartition('.')[2] == similar)
+    meant = closest(path, same_name, cutoff=0) or closest(path, known, cutoff=0.75) or next(similar_paths, None)
+    words = last.replace('_', ' ').lower()
+    if meant is None and len(words) >= 5:  # learning_rate: the text of optimizer.lr begins with "Peak learning rate"
+        described_so = [candidate for candidate in known if words in docs[candidate]]
+        meant = min(described_so, key=lambda candidate: (docs[candidate].index(words), len(candidate)), default=None)
+    return f"; did you mean '{meant}'?" if meant else ''
+
+
 def described(hint: Any, key: Key) -> str:
     """Say what a key may hold, with its limits: `a number from 0 to 1 or null`."""
     return ' or '.join(_noun(option, key) for option in options(hint))
@@ -241,3 +261,21 @@ def to_dict(settings: Any) -> dict[str, Any]:
         return {name: str(value) if isinstance(value, Duration) else value for name, value in items}
 
     return dataclasses.asdict(settings, dict_factory=plain)
+
+
+def neither_folder_nor_hub_id(source: str) -> str:
+    """Return what is wrong with the name of a model; empty if it is a folder of this machine or has the form of a Hub id."""
+    if Path(source).is_dir() or re.fullmatch(r'[\w.-]+/[\w.-]+', source):
+        return ''
+    return f"there is no folder '{source}', and a Hub id has the form owner/name"
+
+
+def pins(revision: str | None) -> bool:
+    """Whether a revision on the Hub is a commit, which no later upload changes."""
+    return re.fullmatch(r'[0-9a-f]{40}', revision or '') is not None
+
+
+def hub_source(load_path: str | None) -> tuple[str, str] | None:
+    """Return (OWNER/NAME, COMMIT) of a model on the Hub, written OWNER/NAME@COMMIT; None for a file, folder or URL."""
+    match = re.fullmatch(r'([\w.-]+/[\w.-]+)@([^/]*)', load_path or '')
+    return None if match is None or Path(load_path or '').exists() else (match[1], match[2])

@@ -59,20 +59,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int =
 
 
 def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: int = 1, rules: Sequence[Callable] = RULES) -> AnyRecipe:
-    """The same of a recipe of any kind: an autoencoder's has the section `autoencoder`.
-
-    Raises:
-        RecipeError: with all errors.
-    """
+    """Load a recipe of any kind, as `load_recipe` does: an autoencoder's has the section `autoencoder`."""
     return load_of_kind(AnyRecipe, path, overrides, num_gpus, rules)
 
 
 def load_of_kind(kind: Any, path: str | Path, overrides: Sequence[str], num_gpus: int, rules: Sequence[Callable]) -> Any:
-    """The same of a recipe that must be of this kind, or of one of a union of them.
-
-    Raises:
-        RecipeError: with all errors.
-    """
+    """Load a recipe that must be of this kind, or of one of a union of them, as `load_recipe` does."""
     layers = file_layers(Path(path), errors := list[str]())
     return _merged(kind, str(path), layers, errors, overrides, num_gpus, rules)
 
@@ -89,11 +81,7 @@ def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> R
 
 
 def any_recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> AnyRecipe:
-    """The same of a recipe of any kind.
-
-    Raises:
-        RecipeError: as `recipe_from_yaml`.
-    """
+    """Read a resolved recipe of any kind, as `recipe_from_yaml` does."""
     layers = text_layers(text, source, errors := list[str]())
     return _merged(AnyRecipe, source, layers, errors, overrides)
 
@@ -110,13 +98,7 @@ def applies(rule: Callable, kind: type) -> bool:
 
 
 def _merged(
-    wanted: Any,
-    source: str,
-    layers: list[Layer],
-    errors: list[str],
-    overrides: Sequence[str],
-    num_gpus: int = 1,
-    rules: Sequence[Callable] = (),
+    wanted: Any, source: str, layers: list[Layer], errors: list[str], overrides: Sequence[str], num_gpus: int = 1, rules: Sequence[Callable] = ()
 ) -> Any:
     if errors:  # without the file every key would be missing; only the file is reported
         raise RecipeError(source, errors)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic_core import SchemaValidator, ValidationError, core_schema
 
-from diffusion.common.text import closest, did_you_mean
+from diffusion.common.text import did_you_mean
 from diffusion.recipe.keys import (
     MISSING,
     Duration,
@@ -27,8 +27,8 @@ from diffusion.recipe.keys import (
     hints_of,
     keys_of,
     known_paths,
-    meaning,
     options,
+    suggestion,
 )
 from diffusion.recipe.reading import REFERENCE, Change, Layer, leaves, shown, trusted
 
@@ -140,12 +140,13 @@ class References:
                 return {name: copied(inner, (*path, name)) for name, inner in value.items()}
             try:
                 return self._resolve(value)
-            except _FollowsFromAnother:
-                self.unresolved.add(dotted(path))
             except _WrongReference as error:
                 origin = next((origin for origin, layer in reversed(layers) if path in dict(leaves(layer))), 'default')
                 message = f'{dotted(path)}: {error} ({origin})'
-                self.errors += [message] if message not in self.errors else []
+                if not str(error):
+                    self.unresolved.add(dotted(path))
+                elif message not in self.errors:
+                    self.errors.append(message)
             return MISSING
 
         return copied(self.settings)
@@ -184,21 +185,17 @@ class References:
                 raise _WrongReference(f"${{{key}}} leads nowhere: there is no key '{key}'")
             value = value[name]
         if value == MISSING:
-            raise _FollowsFromAnother
+            raise _WrongReference
         try:
             return self._resolve(value, (*by_way_of, key))
         except _Circle:
             raise
         except _WrongReference as error:
-            raise _FollowsFromAnother from error
+            raise _WrongReference from error
 
 
 class _WrongReference(ValueError):
-    pass
-
-
-class _FollowsFromAnother(_WrongReference):
-    pass
+    """A reference that cannot be replaced; without a text if that follows from another value's error, which is reported there."""
 
 
 class _Circle(_WrongReference):
@@ -265,7 +262,7 @@ def _duration(key: Key, value: Any) -> Duration:
 
 def _message(schema: type, path: Keys, is_unknown: bool, value: Any, origin: str) -> str:
     if is_unknown:
-        return f'{dotted(path)}: unknown key ({origin}){_suggestion(schema, dotted(path))}'
+        return f'{dotted(path)}: unknown key ({origin}){suggestion(schema, dotted(path))}'
     hint, key = declared(schema, path)
     choices = typing.get_args(next((option for option in options(hint) if typing.get_origin(option) is Literal), None))
     remedy = f'; {key.remedy}' if key.remedy else ''
@@ -274,23 +271,6 @@ def _message(schema: type, path: Keys, is_unknown: bool, value: Any, origin: str
     if isinstance(value, bool | float) and str in options(hint):
         remedy = f"; if that is the text, write '{value}' in quotes"
     return f'{dotted(path)}: {shown(value)} is not {described(hint, key)} ({origin}){remedy}'
-
-
-def _suggestion(schema: type, path: str) -> str:
-    """Suggest what an unknown key may have meant: one of that name elsewhere, a similar path or name, or one described by its words."""
-    paths = known_paths(schema, name=path.split('.')[-2] if path.count('.') > 1 else 'NAME')
-    docs = {dotted(keys): meaning(schema, keys).lower() for keys in paths}
-    known = list(docs)
-    last = path.rpartition('.')[2]
-    same_name = [candidate for candidate in known if candidate.rpartition('.')[2] == last]
-    similar = closest(last, [candidate.rpartition('.')[2] for candidate in known], cutoff=0.7)
-    similar_paths = (candidate for candidate in known if candidate.rpartition('.')[2] == similar)
-    meant = closest(path, same_name, cutoff=0) or closest(path, known, cutoff=0.75) or next(similar_paths, None)
-    words = last.replace('_', ' ').lower()
-    if meant is None and len(words) >= 5:  # learning_rate: the text of optimizer.lr begins with "Peak learning rate"
-        described_so = [candidate for candidate in known if words in docs[candidate]]
-        meant = min(described_so, key=lambda candidate: (docs[candidate].index(words), len(candidate)), default=None)
-    return f"; did you mean '{meant}'?" if meant else ''
 
 
 def _missing(section: Any, path: Keys = ()) -> Iterator[Keys]:

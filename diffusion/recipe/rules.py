@@ -21,8 +21,8 @@ from diffusion.recipe.autoencoder import AUTOENCODER_RULES, AnyRecipe
 from diffusion.recipe.averaging import coverage, profiles
 from diffusion.recipe.catalog import loggers_are_there, samples_can_be_scored
 from diffusion.recipe.conflicts import no_conflicts
-from diffusion.recipe.contradictions import BUCKETS_MULTIPLE_PX
-from diffusion.recipe.hub import hub_source, neither_folder_nor_hub_id, pins
+from diffusion.recipe.keys import hub_source, neither_folder_nor_hub_id, pins
+from diffusion.recipe.manifest_rules import BUCKETS_MULTIPLE_PX
 from diffusion.recipe.schema import Drawn, Ema, Model, Recipe, present, streams_of
 from diffusion.recipe.techniques import OptimizerSettings, techniques
 
@@ -323,25 +323,7 @@ def without_gpu(recipe: AnyRecipe) -> tuple[list[str], list[str]]:
 
 
 RULES: list[Callable[[Any, int], list[str]]] = [
-    no_conflicts,
-    name_is_a_folder,
-    batch_divides,
-    sides_are_whole_latents,
-    urls_are_urls,
-    weights_are_in_a_folder,
-    names_exist,
-    encoders_are_pinned,
-    first_weights_are_pinned,
-    data_is_named,
-    streams_can_be_prepared,
-    encoders_have_images,
-    samples_can_be_scored,
-    averages_have_different_widths,
-    techniques_fit,
-    cache_cannot_eat_the_data,
-    one_objective,
-    diffusion_is_sound,
-    run_is_long_enough,
-    loggers_are_there,
-    *AUTOENCODER_RULES,
-]
+    no_conflicts, name_is_a_folder, batch_divides, sides_are_whole_latents, urls_are_urls, weights_are_in_a_folder, names_exist, encoders_are_pinned,
+    first_weights_are_pinned, data_is_named, streams_can_be_prepared, encoders_have_images, samples_can_be_scored, averages_have_different_widths,
+    techniques_fit, cache_cannot_eat_the_data, one_objective, diffusion_is_sound, run_is_long_enough, loggers_are_there, *AUTOENCODER_RULES,
+]  # fmt: skip

@@ -23,7 +23,7 @@ LARGEST_SIGMA_REL = 0.28  # a plain mean of the whole run has 0.289
 @dataclass
 class EncoderSource:
     source: str = key(MISSING, remedy='name a local folder in the diffusers layout, or a Hub id with its revision')
-    """Where VAE, text encoder and tokenizer come from: a local folder in the diffusers layout, or a Hub id."""
+    """Origin of VAE, text encoder and tokenizer: a local folder in the diffusers layout, or a Hub id."""
     revision: str | None = key(None, 'Commit of the Hub repository (40 hex digits); required for a Hub id, meaningless for a folder.')
 
 
@@ -41,7 +41,7 @@ class Schedule:
 @dataclass
 class DiffusionSettings:
     prediction: Literal['epsilon', 'v_prediction', 'sample'] = key('epsilon')
-    """What the network predicts: the noise, v = alpha*noise - sigma*latents (arXiv 2202.00512), or the clean latents."""
+    """Prediction of the network: the noise, v = alpha*noise - sigma*latents (arXiv 2202.00512), or the clean latents."""
     schedule: Schedule = key(Schedule)
     min_snr_gamma: float | None = key(None, low=1e-12, remedy='write null for no weighting')
     """Min-SNR loss weighting (arXiv 2303.09556), 5.0 in the paper; v_prediction takes min(SNR + 1, gamma) / (SNR + 1). null: unweighted."""
@@ -137,7 +137,7 @@ class RayEncoders:
     send: Literal['pixels', 'bytes'] = key('pixels', may_change=True)
     """`pixels`: loader processes decode and resize; `bytes`: the stored JPEG travels, a sixth of the traffic, and the encoders do that."""
     moments: Literal['float32', 'float16'] = key('float32')
-    """In which the encoded images travel back: float32 equals `data.kind: images` to the bit, float16 what data_prep.encode stores."""
+    """Numbers in which the encoded images travel back: float32 equals `data.kind: images` to the bit, float16 what data_prep.encode stores."""
     patience_sec: int = key(120, low=1, high=86400, may_change=True)
     """Longest wait for one micro-batch before its encoder is replaced and another one gets it."""
 
@@ -163,7 +163,7 @@ class CommonData:
     predownload: int = key(8192, 'Samples that each worker downloads ahead.', low=1, high=LARGEST_COUNT, may_change=True)
     cache_limit: str | None = key(None, 'Disk for the local cache, per node, such as `2tb`; null keeps every shard.', may_change=True)
     verify: Literal['hash', 'size'] = key('hash', may_change=True)
-    """What is compared of a shard that the cache holds at the start, before it is used: its hash, or only its size. Downloads are always hashed."""
+    """Check of a shard that the cache holds at the start, before it is used: by its hash, or only by its size. Downloads are always hashed."""
     timeout_sec: int = key(600, low=1, high=86400, may_change=True)
     """Longest wait for a batch before the run stops with an error: a hung loader process, storage that does not answer."""
     max_bad_samples: int = key(0, low=0, high=LARGEST_COUNT, may_change=True)
@@ -175,7 +175,7 @@ class CommonData:
 @dataclass
 class Data(CommonData):
     kind: Literal['latents', 'images', 'synthetic'] = key(MISSING)
-    """What the MDS dataset holds (its manifest must agree); `synthetic` makes random latents and needs no data."""
+    """Content of the MDS dataset (its manifest must agree); `synthetic` makes random latents and needs no data."""
     resolution: int = key(MISSING, low=8, high=4096)
     """Side of the square training image, in pixels; with `aspect_buckets`, of the square that no bucket's area exceeds."""
     aspect_buckets: bool = key(False)
@@ -238,7 +238,7 @@ class EvalSamples:
     prompts: list[str] = key(list)
     """The prompts, each drawn several times if `count` is larger; empty: captions of `count` evenly spaced samples of `eval.streams`."""
     metrics: list[str] = key(list)
-    """What is computed, such as [clip, cmmd, kid], the names of diffusion.evaluate; METRIC@NETWORK takes the features of another network:
+    """Scores to compute, such as [clip, cmmd, kid], the names of diffusion.evaluate; METRIC@NETWORK takes the features of another network:
     kid@random-conv needs no weights, and is no published KID."""
     weights: str | None = key(None, may_change=True)
     """Folder with the weights of the feature networks; null: the local caches alone. Nothing is downloaded (docs/evaluation.md)."""
@@ -279,7 +279,7 @@ class Checkpoint:
 @dataclass
 class Faults:
     non_finite: Literal['stop', 'skip', 'rollback'] = key('stop')
-    """When loss or gradients are NaN or infinite: end the run, leave the batch out, or go back a checkpoint and leave out the data since."""
+    """Response to NaN or infinite loss or gradients: end the run, leave the batch out, or go back a checkpoint and leave out the data since."""
     max_skipped: int = key(3, 'With `skip`: batches in a row that may be left out before the run stops.', low=1, high=1000)
     stall_sec: int = key(1800, low=1, high=7 * 86400)
     """Longest time without a finished step (or evaluation batch) before all stacks are written to `run_folder`/stalls and the run stops."""
@@ -302,7 +302,7 @@ class CommonLog:
     every: int = key(10, low=1, high=LARGEST_COUNT)
     """Batches between two records of `log.jsonl` and the other loggers, and between lines where there is no terminal."""
     to: list[str] = key(list)
-    """Where metrics and sample grids go besides log.jsonl: any of wandb, tensorboard, mlflow and comet, such as [wandb, tensorboard]. Where W&B
+    """Targets of metrics and sample grids besides log.jsonl: any of wandb, tensorboard, mlflow and comet, such as [wandb, tensorboard]. Where W&B
     does not answer within 60 s (or WANDB_INIT_TIMEOUT) the run logs offline and says how to upload that; without credentials it does not start."""
     project: str | None = key(None)
     """Project of those loggers (MLflow: experiment); tensorboard has none. WANDB_MODE=offline and MLFLOW_TRACKING_URI are honoured."""
@@ -315,7 +315,7 @@ class Log(CommonLog):
 
 @dataclass
 class Cost:
-    gpu: str | None = key(None, 'What is paid for, such as `a100-40gb`; without a number below its price is the first in diffusion/cost/prices.yaml.')
+    gpu: str | None = key(None, 'Priced hardware, such as `a100-40gb`; without a number below its price is the first in diffusion/cost/prices.yaml.')
     price_per_gpu_hour: float | None = key(None, low=0, high=1e6)
     """Dollars for one GPU (or machine, without a GPU) and hour; null takes the price of `gpu`, and reports no money if that is null too."""
     price_per_encoder_hour: float | None = key(None, low=0, high=1e6, may_change=True)

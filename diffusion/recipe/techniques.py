@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from diffusion.recipe.hub import neither_folder_nor_hub_id, pins
-from diffusion.recipe.keys import MISSING, Duration, hints_of, key, options
+from diffusion.recipe.keys import MISSING, Duration, hints_of, key, neither_folder_nor_hub_id, options, pins
 
 LEARNING_RATE = 'learning rate'  # in the log `lr-AdamW/group0`, after the class of the optimizer: the rate of its first group
 

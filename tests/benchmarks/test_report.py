@@ -382,7 +382,7 @@ def test_input_that_is_none(tmp_path, monkeypatch, capsys, content, message):
     [
         ([], 'one of the two'),
         (['--published', 'all', 'r.jsonl'], 'one of the two'),
-        (['r.jsonl', '--prices', 'none.yaml'], 'none.yaml: cannot be read'),
+        (['r.jsonl', '--prices', 'none.yaml'], 'none.yaml: no such file'),
         (['r.jsonl', '--gpu', 'h2000'], "no price for a 'h2000'; did you mean 'h200'? There are"),
         (['r.jsonl', '--gpu', 'foo'], "no price for a 'foo'. There are prices for a100-40gb"),
         (['r.jsonl', '--price', 'cheap'], 'nor an offer for h200 in the list of prices (there: on-demand, capacity-block, reserved-1y, spot)'),
@@ -429,7 +429,7 @@ def test_options_that_are_none(monkeypatch, capsys, option, value):
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, 'r.jsonl', option, value)
     assert ended.value.code == 2
-    assert f'argument {option}: ' in capsys.readouterr().err
+    assert f'error: {option} {value}: ' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('amount', ['204.8e6', '256=204.8e6', '256=204800000'])

@@ -8,11 +8,10 @@ import sys
 import pytest
 
 from benchmarks import report
-from benchmarks.published import REASONS, Cell, Rounding, published_tables
-from diffusion.cost.formulas import FORMULAS
+from benchmarks.published import FORMULAS, REASONS, Cell, Rounding, published_tables
 from diffusion.cost.prices import load_prices
-from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.scaling import ScalingPoint, fit
+from diffusion.cost.throughput import MOSAICML_TWO_PHASE
 from tests.monitoring.report.pages import assert_stands_alone
 
 TABLES = published_tables()

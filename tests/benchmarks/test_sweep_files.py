@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from benchmarks.reporting.series import label_of
 from benchmarks.sweeping import loading
 from benchmarks.sweeping.launching import fill, missing_program, wrong_template
 from benchmarks.sweeping.loading import load_sweep
@@ -87,7 +88,7 @@ def test_points_times_grid_in_the_order_of_the_file(sweep_file):
 def test_a_report_calls_a_point_what_the_sweep_calls_it(sweep_file, grid, name):
     sweep, (point,) = load_sweep(sweep_file(grid=grid))
     reported = Result(row_of(sweep, point, 'abc', {'status': 'crashed', 'reason': ''}, {}))
-    assert reported.label == point.label == name
+    assert label_of(reported) == point.label == name
 
 
 def test_the_command_line_changes_the_sweep_or_every_recipe(sweep_file):

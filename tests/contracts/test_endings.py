@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from diffusion.common.arguments import CommandParser
+from diffusion.common.command_line import CommandParser
 from diffusion.common.storage import StorageError, StorageRefusal
 from diffusion.common.text import markdown_table, print_message, print_page
 from diffusion.contracts.errors import BAD_INPUT, CODES, CRASH, FINISHED, INTERRUPTED, DataError, run_command, train_code

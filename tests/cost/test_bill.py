@@ -9,22 +9,12 @@ import numpy as np
 import pytest
 
 from diffusion.cost.assumptions import draw_all, load_assumptions
-from diffusion.cost.bill import (
-    BillError,
-    TrainingJob,
-    TrainingPhase,
-    interrupted_run,
-    make_bill,
-    payment_plan,
-    ways_to_pay,
-)
+from diffusion.cost.bill import BillError, PlanError, TrainingJob, TrainingPhase, interrupted_run, make_bill, payment_plan, ways_to_pay
 from diffusion.cost.encoders import PricedEncoder
 from diffusion.cost.formulas import ONLINE_FACTOR, SD2_BASE, Phase, median, quantiles
-from diffusion.cost.interruptions import PlanError
 from diffusion.cost.prices import load_prices
-from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.text import bill_table, plans_table
-from diffusion.cost.throughput import Rate
+from diffusion.cost.throughput import MOSAICML_TWO_PHASE, Rate
 
 # Numbers that make each line easy to work out; nothing is uncertain.
 BY_HAND = [
@@ -238,7 +228,7 @@ def test_interruptions_of_a_spot_market_are_added_to_the_failures():
     """Rates of Poisson processes add up; there is a wait for machines on spot alone."""
     prices, often = load_prices(), assumed(['faults={gpu_hours_between_failures: 50_000, gpu_hours_between_interruptions: 100, wait_sec: 1800}'])
     for offer, gpu_hours_between, wait_sec in (('spot', 1 / (1 / 50_000 + 1 / 100), 1800), ('on-demand', 50_000, 0)):
-        run = interrupted_run(TrainingJob(phases(), 8), often, payment_plan(prices[f'gpu_hour.h200.{offer}'], often, prices))
+        run = interrupted_run(TrainingJob(phases(), 8), often, payment_plan(prices[f'gpu_hour.h200.{offer}'], prices))
         assert [(part.between_sec, part.wait_sec) for _, part in run.parts] == [(pytest.approx(gpu_hours_between * 3600 / 8), wait_sec)] * 2
 
 
@@ -279,7 +269,7 @@ def test_a_resolution_that_nothing_is_assumed_of():
 def test_small_checkpoints_take_their_share_of_a_save(num_bytes, save_bytes, save_sec):
     prices, given = load_prices(), assumed(['faults.save_sec=30', f'faults.save_bytes={save_bytes}'])
     job = TrainingJob((dataclasses.replace(phases()[0], checkpoint_bytes=num_bytes),), 8)
-    [(_, part)] = interrupted_run(job, given, payment_plan(prices['gpu_hour.h200.on-demand'], given, prices)).parts
+    [(_, part)] = interrupted_run(job, given, payment_plan(prices['gpu_hour.h200.on-demand'], prices)).parts
     assert part.save_sec == pytest.approx(save_sec, rel=1e-12)
 
 

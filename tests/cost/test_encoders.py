@@ -9,8 +9,8 @@ from diffusion import check
 from diffusion.cost.assumptions import draw_all, load_assumptions
 from diffusion.cost.encoders import (
     EncodingRateError,
-    encoder_bill,
     encoder_of,
+    encoder_row,
     first_cheaper_epoch,
     measured_rate,
     num_that_keep_up,
@@ -23,8 +23,8 @@ from diffusion.cost.encoders import (
 from diffusion.cost.formulas import median
 from diffusion.cost.hardware import PEAK_FLOPS
 from diffusion.cost.prices import load_prices
-from diffusion.cost.published import ANYSCALE_ENCODING
 from diffusion.cost.results import Result
+from diffusion.cost.throughput import ANYSCALE_ENCODING
 from diffusion.recipe import RecipeError
 from diffusion.recipe.schema import Cost, RayEncoders
 from tests.cost.test_facts import PHASE_1, facts_of
@@ -135,9 +135,9 @@ def test_the_price_of_an_encoder_is_the_recipe_s_or_that_of_its_gpu():
     assert priced_encoder(RayEncoders(resource='rack7'), Cost(), prices) == (None, None, 1.0)
     assert priced_encoder(RayEncoders(resource='A10G', gpus=0), Cost(), prices)[1] is None  # cores of that machine
 
-    bill = encoder_bill(RayEncoders(actors=8, resource='A10G', gpus=0.5), Cost(), 7200)
+    bill = encoder_row(RayEncoders(actors=8, resource='A10G', gpus=0.5), Cost(), 7200)
     assert bill.dollars == pytest.approx(8 * 2 * 0.5 * 1.212)
-    assert encoder_bill(RayEncoders(actors=8), Cost(), 7200).dollars is None
+    assert encoder_row(RayEncoders(actors=8), Cost(), 7200).price is None
 
 
 def test_a_price_of_encoders_that_are_not_there_is_refused():

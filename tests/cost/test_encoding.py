@@ -9,8 +9,7 @@ from diffusion.cost.assumptions import draw_all, load_assumptions
 from diffusion.cost.encoders import IN_STEP, OFFLINE, ONLINE, PricedEncoder, offline_from, ways_to_encode
 from diffusion.cost.formulas import ONLINE_FACTOR
 from diffusion.cost.prices import load_prices
-from diffusion.cost.published import ANYSCALE_ENCODING
-from diffusion.cost.throughput import Rate
+from diffusion.cost.throughput import ANYSCALE_ENCODING, Rate
 from tests.cost.test_facts import PHASE_1, PHASE_2, facts_of
 
 EPOCH = 550_000 * 2048  # samples of the first phase: images of the post's epoch

@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.published import evaluate
 from diffusion.cost.formulas import SD2_BASE, Phase, hours, run_hours
-from diffusion.cost.published import ANYSCALE, MLPERF, MOSAICML_TWO_PHASE
+from diffusion.cost.throughput import ANYSCALE, MLPERF, MOSAICML_TWO_PHASE
 
 
 def test_sample_counts_of_sd2_base():

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from diffusion.cost.formulas import hours
-from diffusion.cost.interruptions import InterruptedRun, Interruptions, PaymentPlan, PlanError, expected_stretch, overhead, plan_for
-from diffusion.cost.prices import Price, load_prices
+from diffusion.cost.bill import InterruptedRun, Interruptions, PaymentPlan, PlanError, expected_stretch, payment_plan
+from diffusion.cost.formulas import hours, overhead
+from diffusion.cost.prices import Price, Prices, load_prices
 
 NEVER = Interruptions(math.inf, 1800, 0, 0)
 
@@ -106,15 +106,15 @@ def test_you_pay_for_what_you_reserved():
 def test_a_prices_name_says_how_it_is_paid():
     prices = load_prices()
     spot, flat = prices['gpu_hour.h100.spot'], prices['gpu_hour.a100-40gb.flat']
-    assert (plan_for(spot), plan_for(flat)) == (PaymentPlan(spot, is_spot=True), PaymentPlan(flat))
-    assert plan_for(prices['gpu_hour.a100-80gb.reserved-1y'], prices['gpu_hour.a100-80gb']).reserved_hours == 8760
-    assert plan_for(price(2.0, 'gpu_hour.x.reserved-3y'), price(3.0)).reserved_hours == 3 * 8760
+    assert (payment_plan(spot, prices), payment_plan(flat, prices)) == (PaymentPlan(spot, is_spot=True), PaymentPlan(flat))
+    assert payment_plan(prices['gpu_hour.a100-80gb.reserved-1y'], prices).reserved_hours == 8760
+    assert payment_plan(price(2.0, 'gpu_hour.x.reserved-3y'), Prices({'gpu_hour.x.on-demand': price(3.0)})).reserved_hours == 3 * 8760
     with pytest.raises(PlanError, match=r'beyond the reservation\? add gpu_hour\.x\.on-demand'):
-        plan_for(price(2.0, 'gpu_hour.x.reserved-3y'))
+        payment_plan(price(2.0, 'gpu_hour.x.reserved-3y'), prices)
     block = prices['gpu_hour.h100.capacity-block']
-    assert plan_for(block) == PaymentPlan(block, block, None)  # whole days
+    assert payment_plan(block, prices) == PaymentPlan(block, block, None)  # whole days
     with pytest.raises(PlanError, match='for how long'):
-        plan_for(price(2.0, 'gpu_hour.x.reserved'))
+        payment_plan(price(2.0, 'gpu_hour.x.reserved'), prices)
 
 
 def test_more_gpus_at_lower_efficiency_never_cost_fewer_gpu_hours():

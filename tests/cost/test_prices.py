@@ -2,6 +2,7 @@ import os
 
 import pytest
 
+from benchmarks.report import with_asked
 from diffusion.cost.prices import PriceError, asked_price, load_prices, price_of_run
 from diffusion.recipe.schema import Cost
 
@@ -26,15 +27,18 @@ def test_a_price_from_the_command_line_wins_and_says_so():
 @pytest.mark.parametrize(
     ('text', 'message'),
     [
-        ('gpu_houres: {}', "'gpu_houres' is not a section"),
-        ('gpu_hour: {h100: {flat: 2.0}}', 'is not a price; write'),
-        ('gpu_hour: {h100: {flat: {dollars: -2, date: 2026, source: me}}}', '-2 is not a number of dollars'),
-        ('gpu_hour: {h100: {flat: {dollars: 2, date: 2026}}}', 'is not a price; write'),
-        ('gpu_hour: 2.0', 'gpu_hour: 2.0 holds no offers'),
-        ('gpu_hour:', 'gpu_hour: None holds no offers'),
-        ('gpu_hour: {h100: 2.0}', r'gpu_hour\.h100: 2.0 holds no offers'),
-        ('- gpu_hour', 'holds no sections'),
-        ('\udcff', 'cannot be read'),
+        ('gpu_houres: {}', "gpu_houres: unknown key .*; did you mean 'gpu_hour'"),
+        ('gpu_hour: {h100: {flat: 2.0}}', r'gpu_hour\.h100\.flat: 2.0 is not a section of keys'),
+        (
+            'gpu_hour: {h100: {flat: {dollars: -2, date: 2026, source: me}}}',
+            r'gpu_hour\.h100\.flat\.dollars: -2 is not a number from 0 to 1000000000',
+        ),
+        ('gpu_hour: {h100: {flat: {dollars: 2, date: 2026}}}', r'a price is section: {thing: .*\n.*gpu_hour\.h100\.flat\.source: missing'),
+        ('gpu_hour: 2.0', 'gpu_hour: 2.0 is not a section of keys'),
+        ('gpu_hour:', 'gpu_hour: null is not a section of keys'),
+        ('gpu_hour: {h100: 2.0}', r'gpu_hour\.h100: 2.0 is not a section of keys'),
+        ('- gpu_hour', 'expected a mapping of keys to values, this file holds a list'),
+        ('\udcff', 'is not text'),
     ],
 )
 def test_a_file_that_is_wrong(tmp_path, text, message):
@@ -76,7 +80,7 @@ def test_the_price_that_is_asked_for(texts, name, dollars):
     price = asked_price(texts, 'h200', prices)
     assert (price and price.name, price and price.dollars) == (name, dollars)
     if price is not None:
-        preferring = prices.preferring(price)
+        preferring = with_asked(prices, texts, ['h200'])
         assert preferring['gpu_hour.h200'] == price
         assert next(iter(preferring.plans('h200').values())) == price
         assert set(preferring) == {*prices, name}

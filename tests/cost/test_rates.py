@@ -7,9 +7,8 @@ import pytest
 from diffusion.cost.facts import Cluster, Facts, load_for_planning
 from diffusion.cost.hardware import PEAK_FLOPS
 from diffusion.cost.project import MEMORY_TOLERANCE, memory_checks
-from diffusion.cost.published import MOSAICML_TWO_PHASE
 from diffusion.cost.scaling import ScalingPoint, fit
-from diffusion.cost.throughput import RateError, rate_sources
+from diffusion.cost.throughput import MOSAICML_TWO_PHASE, RateError, rate_sources
 from diffusion.families.counting.counts import Counter
 from tests.conftest import REPOSITORY
 

@@ -3,8 +3,9 @@ import math
 import numpy as np
 import pytest
 
-from diffusion.cost.published import MOSAICML_2023_01, MOSAICML_TWO_PHASE
-from diffusion.cost.scaling import ScalingPoint, efficiency, fit, miss, outliers
+from benchmarks.reporting.series import efficiency
+from diffusion.cost.scaling import ScalingPoint, fit, miss, outliers
+from diffusion.cost.throughput import MOSAICML_2023_01, MOSAICML_TWO_PHASE
 
 GPUS = (8, 16, 32, 64, 128)
 

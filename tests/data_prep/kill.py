@@ -18,7 +18,7 @@ import streaming  # noqa: F401  # the workers would each import it
 
 from data_prep.converting.conversion import convert
 from data_prep.encoding.dataset import encode
-from data_prep.engines import local
+from data_prep.engines import engine as local
 from data_prep.recaptioning.dataset import recaption
 from diffusion.recipe.schema import EncoderSource
 

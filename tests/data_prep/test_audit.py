@@ -19,7 +19,6 @@ from data_prep.auditing.page import bars, write_report
 from data_prep.auditing.samples import SCALES, false_colours, max_tokens
 from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import COLUMNS, Options, convert
-from data_prep.converting.filters import Filters
 from data_prep.mds import oddities
 from data_prep.mds.oddities import BLANK, IDENTICAL, LONG, REPEATED, least_tokens
 from diffusion.contracts.manifest import Manifest
@@ -31,7 +30,7 @@ from tests.monitoring.report.pages import assert_stands_alone
 SIZES = [(40, 30), (64, 64), (30, 40), (100, 50)]
 ROWS = [(f'{i:09d}', f'caption {i}', jpeg(*SIZES[i % 4], seed=i), 'success') for i in range(12)]
 ROWS += [('000000012', 'gone', None, 'failed_to_download'), ('000000013', 'thin', jpeg(300, 3), 'success')]
-OPTIONS = Options(Filters(min_side_px=16))
+OPTIONS = Options(min_side_px=16)
 SHARD = '{}/00001/shard.00000.mds'
 
 
@@ -93,8 +92,8 @@ def test_a_sound_dataset(folder):
     found = audit_dataset(folder)
     assert found.problems == []
     assert found.remedies == []
-    assert (found.metadata.num_samples, found.findings.checked, found.findings.sound, found.num_read) == (12, 12, 12, 3)
-    assert found.metadata.num_bytes == sum(path.stat().st_size for path in folder.rglob('*.mds'))
+    assert (found.num_samples, found.findings.checked, found.findings.sound, found.num_read) == (12, 12, 12, 3)
+    assert found.num_bytes == sum(path.stat().st_size for path in folder.rglob('*.mds'))
     histograms = found.findings.histograms
     assert {name: counts.sum() for name, counts in histograms.items()} == dict.fromkeys(('width', 'height', 'aspect', 'caption'), 12)
     assert {px: n for px, n in enumerate(histograms['width']) if n} == {30: 3, 40: 3, 64: 3, 100: 3}
@@ -271,7 +270,7 @@ def test_blank_and_repeated_samples_are_counted_and_named(kind, tmp_path, monkey
 
 def test_blank_images_can_be_left_out(tmp_path):
     source = write_webdataset(tmp_path / 's', [(f'{i:09d}', caption, image, 'success') for i, (image, caption) in enumerate(odd_rows())])
-    tally = convert(source, tmp_path / 'images', Options(Filters(drop_blank=True)))
+    tally = convert(source, tmp_path / 'images', Options(drop_blank=True))
     assert (tally.kept, tally.dropped) == (18, {BLANK: 2})
     assert BLANK not in tally.notes
     assert sorted(pq.read_table(tmp_path / 'images/failures.parquet')['key'].to_pylist()) == ['000000003', '000000004']
@@ -345,7 +344,7 @@ def test_buckets_are_audited_together(source, tmp_path):
     convert(source, folder, Options(buckets=MinSideBuckets((16, 50))))
     found = audit_dataset(folder)
     assert found.problems == []
-    assert {name: manifest.num_samples for name, manifest in found.metadata.streams.items()} == {'side-16': 6, 'side-50': 6}
+    assert {name: manifest.num_samples for name, manifest in found.streams.items()} == {'side-16': 6, 'side-50': 6}
     assert found.findings.sound == 12
     write_report(found, folder / 'report.html')
     assert 'short side of 16 px or more, below 50 px' in (folder / 'report.html').read_text()
@@ -361,7 +360,7 @@ def test_sound_latents(latents):
     found = audit_dataset(latents)
     assert found.problems == []
     rows = list(LocalDataset(local=str(latents)))
-    scaling = found.metadata.manifest.encoder['scaling_factor']
+    scaling = found.manifest.encoder['scaling_factor']
     for name, reduce in (('mean', np.mean), ('std', np.std)):
         expected = [scaling * reduce(row['moments'][: len(row['moments']) // 2].astype(np.float64)) for row in rows]
         counts, scale = found.findings.histograms[name], SCALES[name]
@@ -482,7 +481,7 @@ def test_a_sample_of_the_dataset(folder):
     assert [thumbnail.caption for thumbnail in audit_dataset(folder, sample=2).findings.thumbnails] == [
         thumbnail.caption for thumbnail in found.findings.thumbnails
     ]
-    unread = ({'00000', '00001', '00002'} - {task.shard.basename.split('/')[0] for task in plan(found.metadata.shards, 2)}).pop()
+    unread = ({'00000', '00001', '00002'} - {task.shard.basename.split('/')[0] for task in plan(found.shards, 2)}).pop()
     (folder / unread / 'shard.00000.mds').unlink()
     assert kinds(audit_dataset(folder, sample=2)) == {'lost shard': [f'{unread}/shard.00000.mds']}  # noticed without reading any shard
     assert audit_dataset(folder, sample=999).findings.checked == 12

@@ -18,7 +18,6 @@ from streaming import LocalDataset
 
 from data_prep.convert import aspect_ratio, main
 from data_prep.converting.conversion import Options, convert
-from data_prep.converting.filters import Filters
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import Manifest
 from tests.conftest import REPOSITORY, run_here
@@ -91,7 +90,7 @@ def read(folder):
 
 
 def test_every_row_is_kept_or_counted(source, tmp_path):
-    tally = convert(source, tmp_path / 'out', Options(Filters(min_side_px=16)))
+    tally = convert(source, tmp_path / 'out', Options(min_side_px=16))
     assert (tally.attempted, tally.kept, dict(tally.dropped)) == (10, 3, REASONS)
     manifest = Manifest.read(tmp_path / 'out')
     assert (manifest.attempted, manifest.num_samples, manifest.dropped, manifest.min_side_px) == (10, 3, REASONS, 30)
@@ -153,7 +152,7 @@ def test_run_again_it_changes_nothing(source, tmp_path):
 def test_what_cannot_be_continued_is_refused(source, tmp_path):
     convert(source, tmp_path / 'out')
     with pytest.raises(DataError, match='was begun with min_side_px=1, now it is 8'):
-        convert(source, tmp_path / 'out', Options(Filters(min_side_px=8)))
+        convert(source, tmp_path / 'out', Options(min_side_px=8))
     shard = next(source.glob('00000.parquet'))
     table = pq.read_table(shard)
     pq.write_table(table.set_column(table.column_names.index('caption'), 'caption', pa.array(['new'] * len(table))), shard)

@@ -12,7 +12,7 @@ from data_prep.auditing.dataset import audit_dataset
 from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import Options, convert
 from data_prep.encoding.dataset import encode
-from data_prep.engines.local import LocalEngine
+from data_prep.engines.engine import LocalEngine
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError, EncoderError, ManifestError

@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 from data_prep.converting.conversion import Options, convert
-from data_prep.converting.filters import Filters
 from diffusion.datasets.decode import ImageError, canonical, open_image
 from tests.conftest import run_python
 from tests.data_prep.sources.test_sources import files_in, not_utf8, put, put_table, samples
@@ -209,5 +208,5 @@ def test_hostile_captions(write, options, tmp_path):
 
 def test_a_caption_of_a_megabyte_is_kept_if_it_is_wanted(tmp_path):
     captions_in_csv(tmp_path / 's')
-    convert(tmp_path / 's', tmp_path / 'out', Options(Filters(max_caption_chars=10**6)))
+    convert(tmp_path / 's', tmp_path / 'out', Options(max_caption_chars=10**6))
     assert max(len(sample['caption']) for sample in samples(tmp_path / 'out')) == 10**6

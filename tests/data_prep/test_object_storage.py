@@ -7,7 +7,7 @@ import pytest
 
 from data_prep.converting.conversion import convert
 from data_prep.encoding.dataset import encode
-from data_prep.engines.local import LocalEngine
+from data_prep.engines.engine import LocalEngine
 from data_prep.mds.job import Share
 from diffusion.common import object_storage
 from diffusion.common.storage import StorageError, open_folder

@@ -15,11 +15,11 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, BlipForCond
 from data_prep.auditing.dataset import audit_dataset
 from data_prep.converting.conversion import Options, convert
 from data_prep.encoding.dataset import encode
-from data_prep.engines.local import LocalEngine
-from data_prep.mds.job import Share
-from data_prep.mds.parts import PartEnd
-from data_prep.recaptioning.captioner import Captioner, Generation, KeyedSampling, Preparation
-from data_prep.recaptioning.dataset import NOT_PREPARED, Choice, ImagesOfShards, Recaptioning, recaption
+from data_prep.engines.batches import PartEnd
+from data_prep.engines.engine import LocalEngine
+from data_prep.mds.job import Job, Share
+from data_prep.recaptioning.captioner import Captioner, Generation, KeyedSampling
+from data_prep.recaptioning.dataset import NOT_PREPARED, Choice, RecaptionWork, recaption
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.contracts.manifest import Manifest
@@ -108,7 +108,7 @@ def test_models_of_other_kinds_are_asked_as_they_are_used_to(write, prompt, aske
     captioner = Captioner.find(EncoderSource(str(tmp_path / 'model')), Generation(prompt=prompt, max_tokens=6))
     captioner.load(torch.device('cpu'))
     some = [open_image(row['image']) for row in list(rows(images).values())[:6]]
-    said = [captions[0].text for captions in captioner.captions(captioner.preparation(some), list('abcdef'))]
+    said = [captions[0].text for captions in captioner.captions(captioner.prepare(some), list('abcdef'))]
     theirs, processor = AutoModelForImageTextToText.from_pretrained(tmp_path / 'model'), AutoProcessor.from_pretrained(tmp_path / 'model')
     for image, caption in zip(some, said, strict=True):
         pixels = processor.image_processor(image, return_tensors='pt')['pixel_values']
@@ -301,19 +301,22 @@ def test_buckets_stay(aspect_images, where, tmp_path):
 
 
 def test_images_that_the_processor_refuses_are_left_out(shards, model):
-    class Picky(Preparation):
-        def __call__(self, images):
+    class Picky(Captioner):
+        def prepare(self, images):
             if any(image.getpixel((0, 0)) == corner for image in images):
                 raise ValueError('too narrow')
-            return super().__call__(images)
+            return super().prepare(images)
 
     source = open_folder(shards)
     (shard, *_) = agreed_shards(source, Manifest.read(shards))
     everything = rows(shards)
     corner = open_image(next(iter(everything.values()))['image']).getpixel((0, 0))
-    plain = Captioner.find(EncoderSource(str(model)), Generation()).preparation
-    reading = Recaptioning(source, type('Somewhere', (), {'dest': open_folder(shards.parent)})(), {}, Choice(), 1 << 20)
-    *batches, end = ImagesOfShards(reading, Picky(plain.processor, None), [shard], 4)
+    job = Job(open_folder(shards.parent), {})
+
+    def messages(captioner):
+        return RecaptionWork(source, job, {}, 1 << 20, 4, captioner.find(EncoderSource(str(model)), Generation()), Choice(), None).messages(shard)
+
+    *batches, end = messages(Picky)
     assert isinstance(end, PartEnd)
     refused = [key for key, _, reason in end.failures if reason == NOT_PREPARED]
     taken = [row['key'] for batch in batches for row in batch.rows]
@@ -322,13 +325,13 @@ def test_images_that_the_processor_refuses_are_left_out(shards, model):
     assert sorted([*refused, *taken]) == sorted(list(everything)[: shard.num_samples])
     assert all(open_image(everything[key]['image']).getpixel((0, 0)) == corner for key in refused)
 
-    class Lonely(Preparation):
-        def __call__(self, images):
+    class Lonely(Captioner):
+        def prepare(self, images):
             if len(images) > 1:
                 raise ValueError('of different sizes')
-            return super().__call__(images)
+            return super().prepare(images)
 
-    (error,) = ImagesOfShards(reading, Lonely(plain.processor, None), [shard], 4)
+    (error,) = messages(Lonely)
     assert isinstance(error, DataError)
     assert '--batch-size 1' in str(error)
 
@@ -438,5 +441,5 @@ def test_an_image_is_told_by_its_pixels(model):
     """The fixture's captions depend on images at all: or these tests would hold for a model that looks at none."""
     captioner = Captioner.find(EncoderSource(str(model)), Generation(max_tokens=MAX_TOKENS))
     captioner.load(torch.device('cpu'))
-    inputs = captioner.preparation([Image.new('RGB', (40, 40), colour) for colour in ('red', 'blue', 'white', 'black', 'green')])
+    inputs = captioner.prepare([Image.new('RGB', (40, 40), colour) for colour in ('red', 'blue', 'white', 'black', 'green')])
     assert len({captions[0].text for captions in captioner.captions(inputs, list('abcde'))}) > 1

@@ -21,7 +21,7 @@ from diffusion.datasets.sources import BucketShare, buckets_of, shares, summary
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import load_recipe
-from diffusion.recipe.contradictions import LEAST_BUCKET_AREA
+from diffusion.recipe.manifest_rules import LEAST_BUCKET_AREA
 from diffusion.recipe.schema import Stream
 from diffusion.training.builder import build_trainer
 from tests.conftest import ASPECT_IMAGES, ASPECT_SIDE, REPOSITORY

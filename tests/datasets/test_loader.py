@@ -8,7 +8,7 @@ from diffusion.contracts.errors import ManifestError
 from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.loader import eval_loader, train_loader
 from diffusion.recipe import load_recipe
-from diffusion.recipe.contradictions import contradictions
+from diffusion.recipe.manifest_rules import manifest_errors
 from tests.conftest import NUM_IMAGES, REPOSITORY, RESOLUTION
 
 
@@ -125,6 +125,6 @@ def test_manifest_round_trip(latents, recipe):
     manifest = Manifest.read(latents)
     assert Manifest(**json.loads(manifest.to_json())) == manifest
     assert manifest.attempted == manifest.num_samples + sum(manifest.dropped.values())
-    assert contradictions(manifest, recipe, 'data.streams.train.local=x') == [
+    assert manifest_errors(manifest, recipe, 'data.streams.train.local=x') == [
         'manifest kind is latents, data.kind is synthetic; set data.kind=latents or convert the data'
     ]

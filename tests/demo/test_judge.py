@@ -10,7 +10,8 @@ from diffusion.contracts.errors import DataError
 from diffusion.contracts.scenes import PALETTE, Scene
 from diffusion.demo.__main__ import JUDGE_SEED, NUM_JUDGED, judged_scenes
 from diffusion.demo.judge import calibration, judge
-from diffusion.evaluation.features.drawn_shapes import ShapesLook, look
+from diffusion.evaluation.features.drawn_shapes import look
+from diffusion.evaluation.features.networks import load_extractors
 from diffusion.evaluation.metrics.distances import share_of
 from diffusion.evaluation.metrics.figures import METRICS
 
@@ -99,13 +100,14 @@ def test_a_caption_and_its_scene_are_the_same():
 def test_the_metric_says_what_the_judge_says():
     wanted, rng = scenes(40), random.Random(1)
     images = [draw(scene, 32, rng) for scene in [*wanted[:30], *wanted[29:39]]]  # a quarter is of other captions
-    look_at, pixels = ShapesLook(), torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
+    [look_at] = load_extractors(['shapes-look'])
+    pixels = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
     drawn, texts = look_at.images(pixels)['shapes-look'], look_at.texts([scene.caption for scene in wanted])
     found = METRICS['shapes'](None, drawn, texts, 0)
     verdict = judge(images, wanted)
     said = [found[f'right_{field}']['value'] for field in ('colour', 'background', 'shape', 'size', 'place', 'everything')]
     assert said == [verdict['foreground'], verdict['background'], verdict['shape'], verdict['size'], verdict['place'], verdict['everything']]
     assert found['right_everything'] == {'value': 0.75, 'error': share_of(torch.tensor([1.0] * 30 + [0.0] * 10)).error}
-    assert len(ShapesLook().sha256) == 64
+    assert len(look_at.sha256) == 64
     with pytest.raises(DataError, match="'a dog' is no caption of data_prep.shapes"):
         look_at.texts(['a dog'])

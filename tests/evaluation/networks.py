@@ -9,8 +9,8 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 from transformers import CLIPConfig, CLIPModel, ViTConfig, ViTModel
 
 from diffusion.encoders.random_encoders import build_tokenizer
-from diffusion.evaluation.features.extractors import EXTRACTORS, KnownExtractor
 from diffusion.evaluation.features.lpips import Lpips
+from diffusion.evaluation.features.networks import EXTRACTORS, KnownExtractor
 
 WORDS = ('red', 'green', 'circle', 'square', 'on', 'a')
 IMAGE_PX = 32  # of the tiny CLIP

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from diffusion.contracts.scenes import random_scene
 from diffusion.demo.__main__ import JUDGE_SEED, METRICS, NUM_JUDGED
-from diffusion.evaluation.features.extractors import EXTRACTORS
+from diffusion.evaluation.features.networks import EXTRACTORS
 from diffusion.evaluation.job.results import read_evaluation
 from diffusion.recipe import load_recipe
 from tests.conftest import REPOSITORY, TINY, read_json, run_here

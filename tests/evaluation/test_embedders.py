@@ -10,8 +10,7 @@ from torchmetrics.functional.multimodal import clip_score as torchmetrics_clip_s
 from transformers import CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer, ViTModel
 
 from diffusion.contracts.errors import EncoderError
-from diffusion.evaluation.features.extractors import EXTRACTORS, TextExtractor, load_extractors
-from diffusion.evaluation.features.networks import OpenClip
+from diffusion.evaluation.features.networks import EXTRACTORS, load_extractors, load_open_clip
 from diffusion.evaluation.features.weights import WeightsSource
 from diffusion.evaluation.metrics.distances import clip_score
 from tests.evaluation.networks import IMAGE_PX, images, write_dino
@@ -22,7 +21,7 @@ CAPTIONS = ['a red circle on green', 'a green square', 'on', 'a', 'red', '', 'th
 @pytest.fixture(scope='module')
 def clip(clip_folder):
     (network,) = load_extractors(['clip-vit-l14'], clip_folder.parent)
-    assert isinstance(network, TextExtractor)
+    assert EXTRACTORS['clip-vit-l14'].texts
     return network
 
 
@@ -101,7 +100,7 @@ def architecture(tmp_path_factory) -> str:
 def test_open_clip_from_a_file(architecture, tmp_path):
     model, _, preprocess = open_clip.create_model_and_transforms(architecture)
     torch.save(model.state_dict(), tmp_path / 'open_clip_pytorch_model.bin')
-    network = OpenClip.find('openclip-vit-h14', WeightsSource(('open_clip_pytorch_model.bin',)), tmp_path, download=False, architecture=architecture)
+    network = load_open_clip('openclip-vit-h14', WeightsSource(('open_clip_pytorch_model.bin',)), tmp_path, download=False, architecture=architecture)
     shown = images(3, IMAGE_PX, seed=7)
     assert network.features == {'openclip-vit-h14': 16}
     mean, deviation = (torch.tensor(values)[:, None, None] for values in (preprocess.transforms[-1].mean, preprocess.transforms[-1].std))
@@ -110,7 +109,7 @@ def test_open_clip_from_a_file(architecture, tmp_path):
         torch.testing.assert_close(network.texts(CAPTIONS), model.encode_text(open_clip.get_tokenizer(architecture)(CAPTIONS)))
     torch.save({'visual.proj': print}, tmp_path / 'open_clip_pytorch_model.bin')
     with pytest.raises(EncoderError, match='cannot be read as weights of tiny-test'):
-        OpenClip.find('openclip-vit-h14', WeightsSource(('open_clip_pytorch_model.bin',)), tmp_path, download=False, architecture=architecture)
+        load_open_clip('openclip-vit-h14', WeightsSource(('open_clip_pytorch_model.bin',)), tmp_path, download=False, architecture=architecture)
 
 
 def test_dino_is_the_class_token(tmp_path):
@@ -121,5 +120,4 @@ def test_dino_is_the_class_token(tmp_path):
     with torch.no_grad():
         tokens = model.eval()((shown[..., 16:240, 16:240] / 255 - mean) / deviation).last_hidden_state
     torch.testing.assert_close(network.images(shown)['dino-vits16'], tokens[:, 0])
-    assert not isinstance(network, TextExtractor)
     assert not EXTRACTORS['dino-vits16'].texts

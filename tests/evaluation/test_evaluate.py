@@ -21,12 +21,11 @@ from diffusion.contracts.errors import DataError
 from diffusion.datasets.keyed_random import Draw, by_id, normal
 from diffusion.datasets.transforms import covered
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.evaluation.features.extractors import EXTRACTORS, load_extractors
+from diffusion.evaluation.features.networks import EXTRACTORS, load_extractors
 from diffusion.evaluation.job import evaluating
 from diffusion.evaluation.job.evaluating import Ranks, evaluate
-from diffusion.evaluation.job.images import Prompt, chosen_ids, open_images
+from diffusion.evaluation.job.images import Prompt, open_images
 from diffusion.evaluation.job.models import chunks_of
-from diffusion.evaluation.job.parts import pixels
 from diffusion.evaluation.job.preparing import prepare
 from diffusion.evaluation.job.request import EvaluationRequest
 from diffusion.evaluation.metrics.figures import METRICS, find_metric
@@ -206,9 +205,9 @@ def test_statistics_stand_in_for_the_images(scored, base, images, tmp_path):
     value, again = (found['scores'][0]['metrics']['fid@random-conv']['value'] for found in (of_images, of_file))
     assert again == pytest.approx(value, rel=1e-9)
     assert of_file['neighbours'] is None
-    for text in (table_of(of_file), page_of(tmp_path / 'file')):
+    for text in (table_of(tmp_path / 'file'), page_of(tmp_path / 'file')):
         assert 'by resampling the drawn images alone' in text
-    assert 'by resampling the drawn images alone' not in table_of(of_images)
+    assert 'by resampling the drawn images alone' not in table_of(tmp_path / 'images')
     assert of_file['real']['count'] == SAMPLES
 
 
@@ -250,12 +249,11 @@ def test_a_folder_of_photos_with_captions_is_a_dataset(base, tmp_path):
 def test_training_images_are_searched_for_copies(base, images, aspect_images, tmp_path, monkeypatch):
     """Held-out real images say how similar one that is no copy comes; a few of them cannot say what one in a thousand exceeds."""
     asked = request(base, images, tmp_path / 'out', training=str(aspect_images))
-    evaluation = evaluate(asked, Ranks(), CPU)
-    found = evaluation['neighbours']
+    found = evaluate(asked, Ranks(), CPU)['neighbours']
     assert found['count_known'] == 23
     assert (found['threshold'], found['share_above']) == (None, None)
     assert found['no_threshold'] == '20 held-out images, and at least 1,000 are needed to tell what one in a thousand exceeds'
-    assert found['no_threshold'] in table_of(evaluation)
+    assert found['no_threshold'] in table_of(tmp_path / 'out')
     assert found['no_threshold'] in page_of(tmp_path / 'out')
     monkeypatch.setattr(evaluating, 'MIN_HELD_OUT', SAMPLES)
     found = evaluate(asked, Ranks(), CPU)['neighbours']
@@ -264,9 +262,9 @@ def test_training_images_are_searched_for_copies(base, images, aspect_images, tm
     def embedded(where, ids):
         opened = open_images(str(where))
         read = [image for part in range(len(opened.parts) - 1) for image in opened.read(part, ids(opened))]
-        return network.images(torch.stack([pixels(image, RESOLUTION, '') for image in read]))['random-conv'].double()
+        return network.images(torch.stack([opened.pixels(image, RESOLUTION) for image in read]))['random-conv'].double()
 
-    held_out, known = embedded(images, lambda opened: chosen_ids(opened, SAMPLES, 0)), embedded(aspect_images, lambda _: range(23))
+    held_out, known = embedded(images, lambda opened: opened.chosen(SAMPLES, 0)), embedded(aspect_images, lambda _: range(23))
     cosines = torch.nn.functional.cosine_similarity(held_out[:, None], known[None], dim=-1).amax(dim=1)
     assert found['threshold'] == pytest.approx(float(np.quantile(cosines.numpy(), 0.999)), abs=1e-6)
     assert found['no_threshold'] == ''
@@ -282,7 +280,7 @@ def test_neighbours_are_looked_for_by_a_network_that_embeds(base, images, tmp_pa
     assert 0 < found['neighbours']['pairs'][0]['cosine'] <= 1
     both = prepare(request(base, images, tmp_path / 'both', metrics=('shapes', 'kid@random-conv'), prompts=prompts), CPU)
     assert both.neighbour.name == 'random-conv'
-    assert [one.name for one in both.extractors] == ['shapes-look', 'random-conv']
+    assert [one.name for one in both.networks] == ['shapes-look', 'random-conv']
 
 
 def test_captions_that_the_metric_is_not_for_are_refused_before_anything_is_written(base, images, tmp_path):
@@ -304,7 +302,7 @@ def test_what_is_no_image_in_a_folder_is_counted_and_told(base, tmp_path):
     found = evaluate(request(base, tmp_path, tmp_path / 'out', samples=18, guidance=(3.0,)), Ranks(), CPU)
     told = '3 files (a tiff file: 1, such as 99.tiff; not a readable JPEG, PNG or WebP: 2, such as empty.jpg)'
     assert found['real'] == {**found['real'], 'count': 18, 'left_out': told}
-    assert told in table_of(found)
+    assert told in table_of(tmp_path / 'out')
     assert told in page_of(tmp_path / 'out')
     for i in range(18):
         (tmp_path / f'{i:02d}.png').unlink()

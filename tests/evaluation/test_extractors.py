@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from diffusion.contracts.errors import EncoderError, InputError
-from diffusion.evaluation.features.extractors import EXTRACTORS, load_extractors
-from diffusion.evaluation.features.networks import precise
+from diffusion.evaluation.features.networks import EXTRACTORS, load_extractors, precise
 from diffusion.evaluation.features.weights import WeightsSource, find_file, find_folder
 from diffusion.evaluation.metrics.distances import kid
 from tests.evaluation.networks import images

@@ -9,9 +9,8 @@ from torch.utils.data import Dataset
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
 from diffusion.contracts.errors import EncoderError
-from diffusion.evaluation.features import extractors
-from diffusion.evaluation.features.extractors import load_extractors
-from diffusion.evaluation.features.networks import clean, clean_square, read_inception
+from diffusion.evaluation.features import networks
+from diffusion.evaluation.features.networks import clean, clean_square, load_extractors, read_inception
 from diffusion.evaluation.metrics.distances import frechet, gaussian, kid, precision_recall
 from tests.evaluation.networks import images, without_digest
 
@@ -38,7 +37,7 @@ def sets():
 @pytest.fixture(scope='module')
 def inception(inception_file):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(extractors.EXTRACTORS, 'inception', without_digest('inception'))
+        patch.setitem(networks.EXTRACTORS, 'inception', without_digest('inception'))
         return load_extractors(['inception'], inception_file.parent)[0]
 
 

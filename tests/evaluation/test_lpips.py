@@ -23,7 +23,7 @@ def vgg16_file(tmp_path_factory):
 @pytest.fixture(scope='module')
 def published(vgg16_file):
     """With torchmetrics' heads, and random weights of VGG16."""
-    return Lpips.of_files(vgg16_file, lpips._published_heads())
+    return Lpips.of_files(vgg16_file, lpips.published_heads())
 
 
 def pairs(count=3, size=(40, 48), seed=0):
@@ -161,17 +161,17 @@ def test_weights_that_do_not_fit_are_refused(change, said, vgg16_file, tmp_path)
     change(tensors)
     torch.save(tensors, tmp_path / 'vgg16.pth')
     with pytest.raises(EncoderError, match=said):
-        Lpips.of_files(tmp_path / 'vgg16.pth', lpips._published_heads())
+        Lpips.of_files(tmp_path / 'vgg16.pth', lpips.published_heads())
 
 
 def test_other_heads_are_refused(monkeypatch):
     monkeypatch.setattr(lpips, 'HEADS_SHA256', '0' * 64)
     with pytest.raises(EncoderError, match='install torchmetrics again'):
-        lpips._published_heads()
+        lpips.published_heads()
 
 
 def test_the_heads_are_positive_and_of_published_size():
-    heads = torch.load(lpips._published_heads(), weights_only=True, map_location='cpu')
+    heads = torch.load(lpips.published_heads(), weights_only=True, map_location='cpu')
     assert [tuple(head.shape) for head in heads.values()] == [(1, channels[-1], 1, 1) for channels in lpips.VGG16]
     assert all((head > 0).all() for head in heads.values())
 

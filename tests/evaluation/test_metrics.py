@@ -10,7 +10,7 @@ import torch
 from diffusion.contracts.errors import InputError
 from diffusion.contracts.scenes import random_scene
 from diffusion.evaluation.features.drawn_shapes import embedded
-from diffusion.evaluation.features.extractors import EXTRACTORS
+from diffusion.evaluation.features.networks import EXTRACTORS
 from diffusion.evaluation.metrics.distances import gaussian, share_of
 from diffusion.evaluation.metrics.figures import METRICS, find_metric, name_of
 from diffusion.evaluation.pages.figures import DISTANCES

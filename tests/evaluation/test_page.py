@@ -10,7 +10,7 @@ from PIL import Image
 from diffusion import evaluate
 from diffusion.contracts.errors import InputError
 from diffusion.evaluation.job.results import RESULT_NAME, Protocol, with_error
-from diffusion.evaluation.pages.comparing import ScorePoint, format_point, groups, read_models, warnings
+from diffusion.evaluation.pages.comparing import format_point, groups, read_models, warnings
 from diffusion.evaluation.pages.page import MOST_IMAGES, write_page
 from tests.evaluation.examples import GUIDANCE, MEANINGS, PROMPTS, rewrite, write_evaluation, write_subject
 from tests.monitoring.report.pages import assert_stands_alone
@@ -313,8 +313,8 @@ def test_a_page_of_eight_models_is_small(tmp_path):
 @pytest.mark.parametrize(
     ('point', 'text'),
     [
-        (ScorePoint(12.3456, 0.1234), '12.35 ± 0.12'), (ScorePoint(0.00312345, 0.000213), '0.00312 ± 0.00021'), (ScorePoint(103.4, 12.0), '103 ± 12'),
-        (ScorePoint(1234.5, 250.0), '1234 ± 250'), (ScorePoint(0.123456), '0.1235'), (ScorePoint(0.5, 0.0), '0.5'),
+        ({'value': 12.3456, 'error': 0.1234}, '12.35 ± 0.12'), ({'value': 0.00312345, 'error': 0.000213}, '0.00312 ± 0.00021'), ({'value': 103.4, 'error': 12.0}, '103 ± 12'),
+        ({'value': 1234.5, 'error': 250.0}, '1234 ± 250'), ({'value': 0.123456}, '0.1235'), ({'value': 0.5, 'error': 0.0}, '0.5'),
     ],
 )  # fmt: skip
 def test_numbers_have_the_digits_of_their_error(point, text):

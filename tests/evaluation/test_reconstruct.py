@@ -11,13 +11,15 @@ from PIL import Image
 from safetensors.torch import save_file
 from streaming import LocalDataset
 
-from diffusion.contracts.errors import EncoderError
+from diffusion.contracts.errors import EncoderError, InputError
 from diffusion.datasets.decode import open_image
 from diffusion.encoders.frozen import Vae
 from diffusion.encoders.random_encoders import build_vae
-from diffusion.evaluation.job.reconstructing import Shown, reconstruct
-from diffusion.evaluation.pages.reconstructions import GAIN, difference, sheet, write_reconstructions
+from diffusion.evaluation.job.reconstructing import GAIN, difference, reconstruct
+from diffusion.evaluation.job.request import ReconstructionRequest
+from diffusion.evaluation.pages.page import write_page
 from tests.conftest import NUM_IMAGES, RESOLUTION, read_json, run_here, run_python
+from tests.evaluation.examples import write_evaluation
 from tests.evaluation.networks import write_vgg16
 from tests.monitoring.report.pages import assert_stands_alone
 
@@ -42,7 +44,8 @@ def scored(images, encoders_folder, other, tmp_path_factory):
 
 
 def score(vaes, images, out, metrics='psnr', **options):
-    return reconstruct(tuple(map(str, vaes)), str(images), out, tuple(metrics.split(',')), torch.device('cpu'), **options)
+    request = ReconstructionRequest(vaes=list(map(str, vaes)), data=str(images), out=out, metrics=tuple(metrics.split(',')), **options)
+    return reconstruct(request, torch.device('cpu'))
 
 
 def pixels_of(images):
@@ -79,7 +82,7 @@ def test_what_is_printed(scored):
     result = read_json(out / 'reconstruction.json')
     for record in result['autoencoders']:
         assert record['name'] in process.stdout
-        assert all(f'{record["name"]}: {line}' in process.stderr for line in record['warnings'])
+        assert all(f'{record["name"]}: {line}' in process.stdout for line in record['warnings'])
     assert '| f2 c3 ' in process.stdout
     assert result['digest'] in process.stdout
     assert 'image/s' in process.stderr  # the progress bar
@@ -95,12 +98,12 @@ def test_the_page_has_every_figure_and_stands_alone(scored):
             for row in page.rows
             if row and row[0].split() == [*record['name'].split(), f'f{record["downsampling"]}', f'c{record["latent_channels"]}']
         ]
-        assert len(cells) == 4
+        assert len(cells) == 4 + 3  # of the latents, and the speed
         assert float(cells[0].split()[0]) == pytest.approx(record['metrics']['psnr']['value'], abs=0.005)
         assert record['sha256'] in page.text
         assert all(line in page.text for line in record['warnings'])
     assert result['digest'] in page.text
-    for text in ('no published network', 'PSNR (dB) ↑', 'rFID (random-conv) ↓', 'original', f'{GAIN} × difference'):
+    for text in ('no published feature network', 'PSNR (dB) ↑', 'rFID (random-conv) ↓', 'original', f'{GAIN} × difference'):
         assert text in page.text
     assert len(page.attributes('img')) == 12 * 5  # 8 first and 4 worst; the original, two reconstructions and two differences
 
@@ -116,9 +119,8 @@ def test_the_sheet_shows_originals_reconstructions_and_differences(scored, image
 
 
 def test_a_difference_is_absolute_brighter_and_cut_off():
-    original = torch.tensor([10, 100, 200], dtype=torch.uint8).view(3, 1, 1)
-    made = torch.tensor([13, 90, 10], dtype=torch.uint8).view(3, 1, 1)
-    assert difference(Shown('', '', original, [made]), 0).flatten().tolist() == [3 * GAIN, 10 * GAIN, 255]
+    original, made = (Image.new('RGB', (1, 1), colour) for colour in ((10, 100, 200), (13, 90, 10)))
+    assert difference(made, original).getpixel((0, 0)) == (3 * GAIN, 10 * GAIN, 255)
 
 
 def test_a_perfect_autoencoder_has_perfect_figures(images, encoders_folder, tmp_path, monkeypatch):
@@ -127,7 +129,7 @@ def test_a_perfect_autoencoder_has_perfect_figures(images, encoders_folder, tmp_
     monkeypatch.setattr(Vae, 'encode', lambda self, originals: setattr(self, 'seen', originals) or torch.randn(len(originals), 8, 8, 8))
     write_vgg16(tmp_path / 'vgg16.pth')
     save_file(torch.load(tmp_path / 'vgg16.pth', weights_only=True), tmp_path / 'vgg16.safetensors')
-    result, shown = score([encoders_folder], images, tmp_path / 'out', f'{FREE},lpips', weights=tmp_path, samples=16)
+    result = score([encoders_folder], images, tmp_path / 'out', f'{FREE},lpips', weights=tmp_path, samples=16)
     values = {name: value['value'] for name, value in result['autoencoders'][0]['metrics'].items()}
     assert values['psnr'] > 80
     assert values['ssim'] == pytest.approx(1, abs=1e-4)
@@ -135,7 +137,7 @@ def test_a_perfect_autoencoder_has_perfect_figures(images, encoders_folder, tmp_
     assert values['fid@random-conv'] == pytest.approx(0, abs=1e-3)
     assert set(result['protocol']['extractors']) == {'lpips', 'lpips@random-conv', 'random-conv'}
     assert result['standings'] == {}
-    assert len(shown) == 12
+    assert len(result['autoencoders'][0]['samples']) == 12
 
 
 def test_the_same_autoencoder_twice_is_a_tie_and_a_worse_one_is_none(images, encoders_folder, tmp_path):
@@ -147,7 +149,7 @@ def test_the_same_autoencoder_twice_is_a_tie_and_a_worse_one_is_none(images, enc
         vae.decoder.conv_out.bias.fill_(-1)
     vae.save_pretrained(black)
     folders = [encoders_folder, encoders_folder / 'vae', black]
-    result, shown = score(folders, images, tmp_path / 'out', 'psnr,fid@random-conv', samples=16)
+    result = score(folders, images, tmp_path / 'out', 'psnr,fid@random-conv', samples=16)
     names = [record['name'] for record in result['autoencoders']]
     assert len(set(names)) == 3
     for name, standing in result['standings'].items():
@@ -159,8 +161,8 @@ def test_the_same_autoencoder_twice_is_a_tie_and_a_worse_one_is_none(images, enc
             assert standing['tied'] == [names[1]]
         else:
             assert standing == {'best': names[2], 'tied': []}
-    write_reconstructions(result, shown, tmp_path / 'out')
-    assert '≈' in (tmp_path / 'out/reconstruction.html').read_text()
+    write_page([tmp_path / 'out'], tmp_path / 'page.html')
+    assert 'class="tied">≈' in (tmp_path / 'page.html').read_text()
 
 
 def test_files_that_are_left_out_and_images_that_are_enlarged_are_counted(encoders_folder, tmp_path):
@@ -214,14 +216,41 @@ def test_damaged_weights_are_named(images, encoders_folder, tmp_path):
 
 def test_an_earlier_result_is_replaced(images, encoders_folder, tmp_path):
     for samples in (16, 17):
-        result, shown = score([encoders_folder], images, tmp_path / 'out', samples=samples)
-        write_reconstructions(result, shown, tmp_path / 'out')
+        score([encoders_folder], images, tmp_path / 'out', samples=samples)
     assert read_json(tmp_path / 'out/reconstruction.json')['real']['count'] == 17
 
 
 def test_the_sheet_holds_any_name(images, encoders_folder, tmp_path):
-    result, shown = score([encoders_folder], images, tmp_path / 'out', samples=16)
-    result['autoencoders'][0]['name'] = '<b>é漢字</b>'
-    assert sheet(result, shown).width == 12 * 130 - 2
-    write_reconstructions(result, shown, tmp_path / 'out')
-    assert '<b>é' not in (tmp_path / 'out/reconstruction.html').read_text()
+    named = tmp_path / '<b>é漢字<b>'
+    shutil.copytree(encoders_folder / 'vae', named)
+    result = score([named], images, tmp_path / 'out', samples=16)
+    assert result['autoencoders'][0]['name'] == named.name
+    with Image.open(tmp_path / 'out/reconstruction.png') as found:
+        assert found.width == 12 * 130 - 2
+    write_page([tmp_path / 'out'], tmp_path / 'page.html')
+    assert '<b>é' not in (tmp_path / 'page.html').read_text()
+
+
+def test_results_of_several_commands_are_compared_on_one_page(images, encoders_folder, other, tmp_path):
+    """Next to each other if their protocols are equal; models of images, which have another protocol, are apart."""
+    score([encoders_folder], images, tmp_path / 'one', samples=16)
+    score([other], images, tmp_path / 'two', samples=16)
+    write_evaluation(tmp_path / 'model', names=('fid',))
+    folders = [tmp_path / name for name in ('one', 'two', 'model')]
+    write_page(folders, tmp_path / 'page.html')
+    page = assert_stands_alone((tmp_path / 'page.html').read_text())
+    names = [name for name in (encoders_folder.name, other.name) if any(row and row[0].split()[:1] == [name] for row in page.rows)]
+    assert names == [encoders_folder.name, other.name]
+    assert 'These models were evaluated by 2 protocols' in page.text
+    assert page.row('FID ↓')
+
+
+@pytest.mark.parametrize('damage', ['protocol', 'latents', 'samples', 'standings', 'version'])
+def test_a_result_of_another_shape_is_named(damage, images, encoders_folder, tmp_path, scored):
+    result = read_json(scored[0] / 'reconstruction.json')
+    for place in (result, result['autoencoders'][0]):
+        if damage in place:
+            place[damage] = {'mean': 0.0} if isinstance(place[damage], dict) else 7
+    (tmp_path / 'reconstruction.json').write_text(json.dumps(result))
+    with pytest.raises(InputError, match=rf'{tmp_path}/reconstruction.json: .*{damage}.*; reconstruct again'):
+        write_page([tmp_path], tmp_path / 'page.html')

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from diffusion.contracts.errors import InputError
-from diffusion.evaluation.features.networks import RandomConv
+from diffusion.evaluation.features.networks import FeatureNetwork, random_conv
 from diffusion.evaluation.job import preparing
 from diffusion.evaluation.job.evaluating import Ranks, evaluate
 from diffusion.evaluation.job.request import EvaluationRequest
@@ -19,12 +19,12 @@ from tests.evaluation.test_evaluate import CPU, evaluated_features, page_of
 from tests.monitoring.report.pages import assert_stands_alone
 
 
-class StandIn(RandomConv):
+class StandIn(FeatureNetwork):
     """Random convolutions under another name, and captions by their letters."""
 
     def __init__(self, name):
-        super().__init__()
-        self.name, self.features = name, {name: 368}
+        network = random_conv()
+        super().__init__(name, network.sha256, {name: 368}, network.module, network.embed)
 
     def texts(self, captions):
         return torch.stack([torch.randn(368, generator=torch.Generator().manual_seed(sum(map(ord, caption)))) for caption in captions])
@@ -68,11 +68,14 @@ def test_a_subject_is_scored_with_the_model_before_fine_tuning_as_the_floor(base
             assert image.size == (found['protocol']['resolution'],) * 2
             assert not image.getexif()
     assert (tmp_path / 'out' / found['samples']['3.0'][1]['floor']).read_bytes() == (tmp_path / 'out/base/samples/3.0/000001.png').read_bytes()
-    lines = [[cell.strip() for cell in line.split('|')[1:-1]] for line in table_of(found).splitlines() if line.startswith('|')]
-    assert [line[0] for line in lines[2:]] == ['3', '3, before fine-tuning', 'photos among themselves']
-    assert [float(cell) for cell in lines[3][1:]] == pytest.approx([metrics[name]['floor'] for name in preparing.MEANINGS], rel=1e-3)
-    assert [float(cell) for cell in lines[4][1:3]] == pytest.approx([metrics[name]['ceiling'] for name in ('clip_i', 'dino')], rel=1e-3)
-    assert lines[4][3] == ''
+    lines = [[cell.strip() for cell in line.split('|')[1:-1]] for line in table_of(tmp_path / 'out').splitlines() if line.startswith('|')]
+    assert [line[0] for line in lines[2:]] == list(preparing.MEANINGS)
+    references = [dict(part.rsplit(maxsplit=1) for part in line[1].split(', ')[1:]) for line in lines[2:]]
+    floors = [float(found['before fine-tuning']) for found in references]
+    assert floors == pytest.approx([metrics[name]['floor'] for name in preparing.MEANINGS], rel=1e-3)
+    ceilings = [float(found['photos among themselves']) for found in references[:2]]
+    assert ceilings == pytest.approx([metrics[name]['ceiling'] for name in ('clip_i', 'dino')], rel=1e-3)
+    assert 'photos among themselves' not in references[2]
 
 
 def test_a_base_of_a_merged_adapter_that_has_moved_is_asked_for(base, photos, prompts, tmp_path, monkeypatch):
@@ -90,6 +93,10 @@ def test_a_base_of_a_merged_adapter_that_has_moved_is_asked_for(base, photos, pr
         ((), 'name what to compare with'),
         (('--subject', 'PHOTOS'), '--subject needs --prompts FILE with {} where the subject is named, --word "sks dog" and --class-word dog'),
         (('--subject', 'PHOTOS', '--word', 'sks', '--class-word', 'dog', '--prompts', 'PLAIN'), "'a dog' does not say where the subject is"),
+        (
+            ('--subject', 'PHOTOS', '--word', 'sks', '--class-word', 'dog', '--prompts', 'PLAIN', '--metrics', 'kid', '--protocol', 'quick'),
+            '--subject has metrics of its own, CLIP-I, DINO and CLIP-T of all photos; leave out --protocol, --metrics',
+        ),
     ],
 )
 def test_what_a_subject_needs_is_said(base, photos, tmp_path, options, said):

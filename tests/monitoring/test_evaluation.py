@@ -7,7 +7,7 @@ from diffusion.checkpoints.reading import ema_weights, find_checkpoint, read_che
 from diffusion.common.stopwatch import EVENTS
 from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.datasets.loader import eval_loader
-from diffusion.evaluation.features.extractors import EMBEDDING, load_extractors
+from diffusion.evaluation.features.networks import EMBEDDING, load_extractors
 from diffusion.evaluation.metrics.distances import kid
 from diffusion.evaluation.metrics.figures import METRICS
 from diffusion.faults import preemption

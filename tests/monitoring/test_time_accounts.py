@@ -11,7 +11,7 @@ import pytest
 from diffusion.common import stopwatch
 from diffusion.common.files import json_line, open_to_append, read_json_lines
 from diffusion.common.stopwatch import Stopwatch, process_age_sec
-from diffusion.cost.interruptions import best_interval_sec, overhead
+from diffusion.cost.formulas import best_interval_sec, overhead
 from diffusion.monitoring.time_accounts import account, propose, rows, summary
 from diffusion.recipe import Duration
 

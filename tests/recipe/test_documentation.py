@@ -1,13 +1,15 @@
 """The reference of recipes says of each key what the schema enforces."""
 
 import re
+import runpy
 
 import pytest
 
 from diffusion.recipe import load_recipe, to_dict
-from diffusion.recipe.documentation import recipe_reference
 from diffusion.recipe.reading import leaves
 from tests.conftest import REPOSITORY
+
+recipe_reference = runpy.run_path(str(REPOSITORY / 'docs/recipe_reference.py'))['recipe_reference']
 
 
 @pytest.fixture(scope='module')

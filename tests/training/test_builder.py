@@ -15,13 +15,7 @@ import torch
 from composer.core import Callback
 
 from diffusion.checkpoints.initial import load_weights
-from diffusion.checkpoints.reading import (
-    batches_trained,
-    ema_weights,
-    find_checkpoint,
-    read_checkpoint,
-    training_weights,
-)
+from diffusion.checkpoints.reading import batches_trained, ema_weights, find_checkpoint, read_checkpoint, training_weights
 from diffusion.contracts.errors import CheckpointError
 from diffusion.families.registry import build_network
 from diffusion.monitoring.report.run import read_log

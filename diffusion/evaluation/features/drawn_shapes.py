@@ -6,11 +6,8 @@ none overlaps well there is no shape. Soft edges and corners, which small autoen
 """
 
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Self
 
 import numpy as np
 import torch
@@ -18,7 +15,6 @@ from PIL import Image
 from scipy import ndimage
 from torch import Tensor
 
-from diffusion.common.images import to_pil
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.scenes import PALETTE, PLACES, SHAPES, SIZES, Scene
 
@@ -39,36 +35,8 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 """Fields of a scene and the words that each may hold: the order of an embedding."""
 DIMENSION = sum(map(len, WORDS.values()))
-NAME = 'shapes-look'
-
-
-class ShapesLook:
-    """Extractor: what an image or its caption shows, as a one for each word that applies and zeros for the others."""
-
-    name = NAME
-    features: Mapping[str, int] = {NAME: DIMENSION}
-
-    def __init__(self) -> None:
-        rule = [LEAST_OVERLAP, SMALLEST_AREA, AREA, CENTRE, PALETTE, SIZES, PLACES, WORDS]
-        self.sha256 = hashlib.sha256(json.dumps(rule).encode()).hexdigest()  # there are no weights
-
-    def to(self, device: torch.device | str) -> Self:
-        """The images are looked at on the host."""
-        return self
-
-    def images(self, images: Tensor) -> dict[str, Tensor]:
-        """Return {'shapes-look': (B, 26) float32} of (B, 3, H, W) uint8."""
-        if images.dtype != torch.uint8 or images.ndim != 4:
-            raise ValueError(f'images are (B, 3, H, W) uint8, not {tuple(images.shape)} {images.dtype}')
-        return {NAME: torch.stack([embedded(look(to_pil(image))) for image in images.cpu()])}
-
-    def texts(self, captions: Sequence[str]) -> Tensor:
-        """Return (B, 26) float32.
-
-        Raises:
-            DataError: a caption describes no such scene.
-        """
-        return torch.stack([embedded(scene) for scene in scenes_of(captions)])
+RULE = [LEAST_OVERLAP, SMALLEST_AREA, AREA, CENTRE, PALETTE, SIZES, PLACES, WORDS]
+"""Constants that an embedding depends on; their digest is in protocols, because there are no weights."""
 
 
 def scenes_of(captions: Sequence[str]) -> list[Scene]:
@@ -87,7 +55,7 @@ def scenes_of(captions: Sequence[str]) -> list[Scene]:
 
 
 def embedded(scene: Scene) -> Tensor:
-    """(26,) float32."""
+    """(26,) float32: a one for each word that applies, zeros for the others."""
     said = dataclasses.asdict(scene)
     return torch.tensor([float(said[field] == word) for field, words in WORDS.items() for word in words])
 

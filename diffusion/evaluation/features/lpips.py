@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from diffusion.checkpoints.manifest import sha256_of
 from diffusion.common.text import did_you_mean
 from diffusion.contracts.errors import EncoderError, InputError
 from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.evaluation.features.networks import CHANNELS, LEVELS, random_filters
-from diffusion.evaluation.features.weights import WeightsSource, file_sha256, find_file, read_tensors
+from diffusion.evaluation.features.weights import WeightsSource, find_file, read_tensors
 
 VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))  # channels of the convolutions of each level
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # of pixels -1..1: torchvision's normalisation, as LPIPS rounds it
@@ -28,20 +29,15 @@ RANDOM_EPSILON = CHANNELS / 10
 VGG16_SOURCE = WeightsSource(('vgg16-397923af.pth',), url='https://download.pytorch.org/models/vgg16-397923af.pth', sha256='397923af', size='528 MB')
 CONVERTED = 'vgg16.safetensors'  # below a folder of weights: the same tensors under the same names; read in place of the file above
 HEADS = 'functional/image/lpips_models/vgg.pth'  # in torchmetrics: version 0.1 as its authors published it
+PERCEPTUAL = ('lpips', 'lpips@random-conv')
 HEADS_SHA256 = 'a78928a0af1e5f0fcb1f3b9e8f8c3a2a5a3de244d830ad5c1feddc79b8432868'
 
 
 class PerceptualDistance(nn.Module):
-    """Distance of two images: squared differences of their features, each scaled to length 1 over the channels, weighted by channel,
-    averaged over places and summed over levels (arXiv 1801.03924, equation 1).
+    """Distance of two images: squared differences of their features, each scaled to length 1 over the channels, weighted by channel (`heads`),
+    averaged over places and summed over levels, each of which takes the features of the one before (arXiv 1801.03924, equation 1).
 
     Everything in it is frozen. The weights are no part of what a run trains: hold it outside of the trained module's children.
-
-    Args:
-        levels: modules, each of which takes the features (B, C, h, w) of the one before.
-        heads: (C,) weights of the channels of each level.
-        shift, scale: pixels (-1..1) become (pixels - shift) / scale.
-        epsilon: added to the squared length of a feature vector.
     """
 
     shift: Tensor
@@ -58,7 +54,6 @@ class PerceptualDistance(nn.Module):
 
     @property
     def sha256(self) -> str:
-        """Digest of all weights, however the files are laid out."""
         return weights_sha256(self)
 
     def forward(self, images: Tensor, reference: Tensor) -> Tensor:
@@ -68,10 +63,7 @@ class PerceptualDistance(nn.Module):
         convolutions run in its precision, differences in float32 all the same; for figures, call it without autocast.
 
         Args:
-            images, reference: (B, 3, H, W) floats in -1..1, of at least 16 px a side.
-
-        Raises:
-            ValueError: uint8, smaller images, or other shapes than each other's.
+            images, reference: (B, 3, H, W) floats in -1..1, of at least 16 px a side; others raise ValueError.
         """
         for given in (images, reference):
             if not given.is_floating_point() or given.ndim != 4 or given.shape[1] != 3 or min(given.shape[-2:]) < MIN_SIDE_PX:
@@ -101,11 +93,7 @@ class PerceptualDistance(nn.Module):
 
 
 class Lpips(PerceptualDistance):
-    """LPIPS 0.1 with VGG16: `Lpips.find` has the published weights, `Lpips()` none of them yet.
-
-    Args:
-        channels: of the convolutions of each level; smaller ones for tests.
-    """
+    """LPIPS 0.1 with VGG16, without its weights yet (`find_perceptual`). `channels` are of the convolutions of each level; smaller for tests."""
 
     def __init__(self, channels: Sequence[Sequence[int]] = VGG16):
         levels, before = list[nn.Module](), 3
@@ -118,26 +106,8 @@ class Lpips(PerceptualDistance):
         super().__init__(levels, [torch.ones(level[-1]) for level in channels], SHIFT, SCALE, EPSILON)
 
     @classmethod
-    def find(cls, weights: Path | None = None, download: bool = False) -> Self:
-        """Return it with the published weights, on the CPU.
-
-        Args:
-            weights: folder with `vgg16-397923af.pth` or `vgg16.safetensors`; without the first torch.hub's cache is looked at, too.
-
-        Raises:
-            EncoderError: a file is missing, is another one than its digest says, or does not fit.
-        """
-        converted = weights / CONVERTED if weights else None
-        path = converted if converted and converted.is_file() else find_file('lpips', VGG16_SOURCE, weights, download)
-        return cls.of_files(path, _published_heads())
-
-    @classmethod
     def of_files(cls, vgg16: Path, heads: Path) -> Self:
-        """Return it with the weights of a VGG16 in torchvision's names, of which the classifier is left out, and of LPIPS's heads.
-
-        Raises:
-            EncoderError: a tensor is missing, unexpected or of another shape.
-        """
+        """Return it with the weights of a VGG16 in torchvision's names, of which the classifier is left out, and of LPIPS's heads."""
         with torch.random.fork_rng(devices=()):  # initialising what is then overwritten must not move the run's random numbers
             model = cls()
         tensors = {name: tensor for name, tensor in read_tensors(vgg16).items() if not name.startswith('classifier.')}
@@ -174,28 +144,32 @@ class _RandomLevel(nn.Module):
         return F.conv2d(F.pad(x, (1, 1, 1, 1), mode='replicate'), self.weight).relu()
 
 
-PERCEPTUAL = ('lpips', 'lpips@random-conv')
-
-
 def find_perceptual(name: str, weights: Path | None = None, download: bool = False) -> PerceptualDistance:
     """Return a perceptual distance by its name in PERCEPTUAL, on the CPU.
 
+    Args:
+        weights: folder with `vgg16-397923af.pth` or `vgg16.safetensors`; without the first torch.hub's cache is looked at, too.
+
     Raises:
         InputError: an unknown name.
-        EncoderError: weights are missing or others than published.
+        EncoderError: weights are missing, are others than published, or do not fit.
     """
     if name not in PERCEPTUAL:
         raise InputError(f'unknown perceptual distance {name}{did_you_mean(name, PERCEPTUAL)} Known: {", ".join(PERCEPTUAL)}')
-    return RandomConvDistance() if name == 'lpips@random-conv' else Lpips.find(weights, download)
+    if name == 'lpips@random-conv':
+        return RandomConvDistance()
+    converted = weights / CONVERTED if weights else None
+    path = converted if converted and converted.is_file() else find_file('lpips', VGG16_SOURCE, weights, download)
+    return Lpips.of_files(path, published_heads())
 
 
-def _published_heads() -> Path:
+def published_heads() -> Path:
     """Raises EncoderError: torchmetrics does not have the file, or another one."""
     package = find_spec('torchmetrics')
     assert package is not None
     assert package.origin is not None
     path = Path(package.origin).parent / HEADS
-    found = file_sha256(path) if path.is_file() else 'none'
+    found = sha256_of(path) if path.is_file() else 'none'
     if found != HEADS_SHA256:
         raise EncoderError(f"{path}: LPIPS's heads have the SHA-256 {found}, expected {HEADS_SHA256}; install torchmetrics again")
     return path
@@ -203,11 +177,7 @@ def _published_heads() -> Path:
 
 @torch.no_grad()
 def _fill(path: Path, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Copy tensors of a file into those of a model, all of them or none.
-
-    Raises:
-        EncoderError: a tensor is missing, unexpected or of another shape.
-    """
+    """Copy tensors of a file into those of a model, all of them or none; a missing, unexpected or misshapen one raises EncoderError."""
     wrong = {
         'missing': sorted(wanted.keys() - found.keys()),
         'unexpected': sorted(found.keys() - wanted.keys()),

@@ -1,32 +1,35 @@
-"""Feature networks: frozen, named by the digest of their weights, as precise as float32 is on any GPU.
+"""Feature networks by name: frozen, named by the digest of their weights, as precise as float32 is on any GPU.
 
-Each takes uint8 images of any size: its resizing is part of a score's meaning. CLIP and DINO get CLEAN squares; published processors round to
-levels after resizing, which differs by a third of a level.
+Each takes uint8 images of any size: its resizing is part of a score's meaning, and its name and digest are in the protocol of every evaluation.
+CLIP and DINO get antialiased squares; published processors round to levels after resizing, which differs by a third of a level.
 """
 
 import hashlib
+import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends import cuda, cudnn
 
+from diffusion.checkpoints.manifest import sha256_of
+from diffusion.common.images import to_pil
 from diffusion.common.processes import quick_imports
 from diffusion.common.text import first_line
-from diffusion.contracts.errors import EncoderError
+from diffusion.contracts.errors import EncoderError, InputError
 from diffusion.datasets.keyed_random import Draw, random_bits
 from diffusion.encoders.frozen_part import any_kernel
 from diffusion.encoders.pretrained import load_model, load_tokenizer
-from diffusion.evaluation.features.weights import WeightsSource, file_sha256, find_file, find_folder, folder_file, read_tensors
+from diffusion.evaluation.features.drawn_shapes import DIMENSION, RULE, embedded, look, scenes_of
+from diffusion.evaluation.features.weights import WeightsSource, find_file, find_folder, folder_file, read_tensors
 
-CLEAN = 'bicubic, antialiased, not rounded'  # PIL's to the last digit, and clean-fid's
-TF1 = 'bilinear as in TensorFlow 1, not antialiased'
 INCEPTION_PX, INCEPTION_FEATURES = 299, 2048
 CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -37,8 +40,6 @@ RANDOM_PX = 64  # to which every image is resized
 CHANNELS = 32  # of each level
 LEVELS = 5  # 64, 32, 16, 8 and 4 px
 GRID = 4  # cells a side whose mean colours are features, too: where something is
-
-Module = TypeVar('Module', bound=nn.Module)
 
 
 @contextmanager
@@ -57,49 +58,29 @@ def precise() -> Iterator[None]:
         cuda.matmul.allow_tf32 = allowed
 
 
-def verify_uint8(images: Tensor) -> Tensor:
-    """Return the images unchanged.
-
-    Raises:
-        ValueError: not (B, 3, H, W) uint8. Floats are refused because their range is a guess: libraries that scale them to levels turn
-            uint8 into its negative, or round down.
-    """
-    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
-        raise ValueError(f'images are {images.dtype} {tuple(images.shape)}; feature networks take torch.uint8 (B, 3, H, W) with levels 0..255')
-    return images
-
-
-def clean(images: Tensor, height: int, width: int) -> Tensor:
-    """Return (B, 3, height, width) float32 levels 0..255, resized as CLEAN says."""
-    images = verify_uint8(images).float()
-    if images.shape[-2:] == (height, width):
-        return images
-    return F.interpolate(images, (height, width), mode='bicubic', antialias=True).clamp(0, 255)
-
-
-def clean_square(images: Tensor, short_side: int, size: int) -> Tensor:
-    """Return (B, 3, size, size): the short side resized as CLEAN says, then the centre cropped."""
-    height, width = verify_uint8(images).shape[-2:]
-    scale = short_side / min(height, width)
-    resized = clean(images, max(short_side, round(height * scale)), max(short_side, round(width * scale)))
-    top, left = (resized.shape[-2] - size) // 2, (resized.shape[-1] - size) // 2
-    return resized[..., top : top + size, left : left + size]
-
-
-class FeatureNetwork(Generic[Module]):
-    """Base of the extractors that are networks.
+class FeatureNetwork:
+    """A frozen network that embeds images and perhaps captions.
 
     Args:
-        name: as in EXTRACTORS.
-        sha256: of the file of weights.
+        name: key of EXTRACTORS.
+        sha256: digest of the file of weights.
         features: dimensions by name.
         module: on the CPU; it is frozen here.
+        embed: computes its features, in that order, of (B, 3, H, W) uint8 images on its device.
+        embed_texts: computes embeddings of captions, of which it gets the device too.
     """
 
-    def __init__(self, name: str, sha256: str, features: Mapping[str, int], module: Module):
-        self.name, self.sha256, self.features = name, sha256, features
-        self.module = module.eval().requires_grad_(False)
-        self.device = torch.device('cpu')
+    def __init__(
+        self,
+        name: str,
+        sha256: str,
+        features: Mapping[str, int],
+        module: nn.Module,
+        embed: Callable[[Tensor], Sequence[Tensor]],
+        embed_texts: Callable[[Sequence[str], torch.device], Tensor] | None = None,
+    ):
+        self.name, self.sha256, self.features, self.embed, self.embed_texts = name, sha256, features, embed, embed_texts
+        self.module, self.device = module.eval().requires_grad_(False), torch.device('cpu')
 
     def to(self, device: torch.device | str) -> Self:
         """Move the network; images may be on any device and are moved there, too."""
@@ -107,35 +88,69 @@ class FeatureNetwork(Generic[Module]):
         self.module.to(self.device)
         return self
 
-    def _square(self, images: Tensor, short_side: int, size: int, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
-        """(B, 3, size, size) float32 as the network was trained on them."""
-        levels = clean_square(images.to(self.device), short_side, size) / 255
-        return (levels - levels.new_tensor(mean)[:, None, None]) / levels.new_tensor(deviation)[:, None, None]
+    @precise()
+    def images(self, images: Tensor) -> dict[str, Tensor]:
+        """Return (B, D) float32 by the names in `features`, of (B, 3, H, W) uint8 images of any size.
+
+        Raises:
+            ValueError: other images. Floats are refused because their range is a guess: libraries that scale them to levels turn uint8 into its
+                negative, or round down.
+        """
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+            raise ValueError(f'images are {images.dtype} {tuple(images.shape)}; feature networks take torch.uint8 (B, 3, H, W) with levels 0..255')
+        return dict(zip(self.features, self.embed(images.to(self.device)), strict=True))
+
+    @precise()
+    def texts(self, captions: Sequence[str]) -> Tensor:
+        """Return (B, D) float32 in the space of the images; a caption is cut to the tokens that the network reads (77 of the published ones)."""
+        assert self.embed_texts is not None, self.name
+        return self.embed_texts(captions, self.device)
 
 
-class RandomConv(FeatureNetwork[nn.ParameterList]):
-    """Mean and deviation over space of CHANNELS random filters at LEVELS scales, and the mean colours of a coarse grid: needs no weights file.
+def clean(images: Tensor, height: int, width: int) -> Tensor:
+    """Return (B, 3, height, width) float32 levels 0..255: bicubic, antialiased, not rounded; PIL's to the last digit, and clean-fid's."""
+    images = images.float()
+    if images.shape[-2:] == (height, width):
+        return images
+    return F.interpolate(images, (height, width), mode='bicubic', antialias=True).clamp(0, 255)
+
+
+def clean_square(images: Tensor, short_side: int, size: int) -> Tensor:
+    """Return (B, 3, size, size): the short side resized as `clean` does, then the centre cropped."""
+    height, width = images.shape[-2:]
+    scale = short_side / min(height, width)
+    resized = clean(images, max(short_side, round(height * scale)), max(short_side, round(width * scale)))
+    top, left = (resized.shape[-2] - size) // 2, (resized.shape[-1] - size) // 2
+    return resized[..., top : top + size, left : left + size]
+
+
+def _normalised(images: Tensor, short_side: int, size: int, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
+    """(B, 3, size, size) float32 as the network was trained on them."""
+    levels = clean_square(images, short_side, size) / 255
+    return (levels - levels.new_tensor(mean)[:, None, None]) / levels.new_tensor(deviation)[:, None, None]
+
+
+def random_conv() -> FeatureNetwork:
+    """Return a network without a file: mean and deviation over space of CHANNELS random filters at LEVELS scales, and mean colours of a coarse grid.
 
     It is no published network: distances with it are no FID and compare only with one another. They rank models on simple images (shapes,
     emoji), because colours, edges and textures at five scales change its features. Its weights come from a counter-based generator of
     integers, so that they are the same bits on every machine.
     """
+    filters = [random_filters(level) for level in range(LEVELS)]
+    digest = hashlib.sha256(b''.join(weight.numpy().tobytes() for weight in filters)).hexdigest()
+    module = nn.ParameterList(filters)
 
-    def __init__(self) -> None:
-        filters = [random_filters(level) for level in range(LEVELS)]
-        digest = hashlib.sha256(b''.join(weight.numpy().tobytes() for weight in filters)).hexdigest()
-        super().__init__('random-conv', digest, {'random-conv': LEVELS * CHANNELS * 2 + 3 * GRID**2}, nn.ParameterList(filters))
-
-    @precise()
-    def images(self, images: Tensor) -> dict[str, Tensor]:
-        """Return {'random-conv': (B, 368) float32} of (B, 3, H, W) uint8."""
-        x = clean(images.to(self.device), RANDOM_PX, RANDOM_PX) / 127.5 - 1
+    def embed(images: Tensor) -> list[Tensor]:
+        x = clean(images, RANDOM_PX, RANDOM_PX) / 127.5 - 1
         found = [F.adaptive_avg_pool2d(x, GRID).flatten(1)]
-        for weight in self.module:
+        for weight in module:
             x = F.conv2d(F.pad(x, (1, 1, 1, 1), mode='replicate'), weight)
             found += [x.abs().mean(dim=(2, 3)), x.std(dim=(2, 3))]
             x = F.avg_pool2d(x.relu(), 2)
-        return {self.name: torch.cat(found, dim=1)}
+        return [torch.cat(found, dim=1)]
+
+    return FeatureNetwork('random-conv', digest, {'random-conv': LEVELS * CHANNELS * 2 + 3 * GRID**2}, module, embed)
 
 
 def random_filters(level: int) -> Tensor:
@@ -146,36 +161,39 @@ def random_filters(level: int) -> Tensor:
     return (levels * (math.sqrt(2 / math.prod(shape[1:])) / 73.9)).reshape(shape)
 
 
-class Inception(FeatureNetwork[nn.Sequential]):
-    """FID's: torch-fidelity's port of the TensorFlow graph of 2015, features before the last layer, of each image resized as TF1 and as CLEAN say.
+def shapes_look() -> FeatureNetwork:
+    """Return the analytic look at drawn shapes, for images and for captions of data_prep.shapes; other captions raise DataError."""
+    digest = hashlib.sha256(json.dumps(RULE).encode()).hexdigest()
 
-    torch-fidelity and torchmetrics resize inside the network and unpickle its weights. Here the weights are read as tensors, and its layers
-    get images of their size.
+    def embed(images: Tensor) -> list[Tensor]:
+        return [torch.stack([embedded(look(to_pil(image))) for image in images.cpu()])]
+
+    def embed_texts(captions: Sequence[str], _device: torch.device) -> Tensor:
+        return torch.stack([embedded(scene) for scene in scenes_of(captions)])
+
+    return FeatureNetwork('shapes-look', digest, {'shapes-look': DIMENSION}, nn.Module(), embed, embed_texts)
+
+
+def load_inception(name: str, source: WeightsSource, weights: Path | None, download: bool) -> FeatureNetwork:
+    """Return FID's network: torch-fidelity's port of the TensorFlow graph of 2015, features before the last layer of each image in two sizings.
+
+    `inception` is resized bilinearly as TensorFlow 1 does, not antialiased, and `inception-clean` as `clean` does. torch-fidelity and torchmetrics
+    resize inside the network and unpickle its weights. Here the weights are read as tensors, and its layers get images of their size.
     """
+    path = find_file(name, source, weights, download)
+    module = read_inception(path)
 
-    @classmethod
-    def find(cls, name: str, source: WeightsSource, weights: Path | None, download: bool) -> Self:
-        """Raises EncoderError: no weights, other weights, or the extra `eval` is not installed."""
-        path = find_file(name, source, weights, download)
-        return cls(name, file_sha256(path), {'inception': INCEPTION_FEATURES, 'inception-clean': INCEPTION_FEATURES}, read_inception(path))
-
-    @precise()
-    def images(self, images: Tensor) -> dict[str, Tensor]:
-        """Return {'inception': (B, 2048), 'inception-clean': (B, 2048)} float32 of (B, 3, H, W) uint8."""
+    def embed(images: Tensor) -> list[Tensor]:
         from torch_fidelity.interpolate_compat_tensorflow import interpolate_bilinear_2d_like_tensorflow1x
 
-        images = verify_uint8(images).to(self.device)
         bilinear = interpolate_bilinear_2d_like_tensorflow1x(images.float(), size=(INCEPTION_PX, INCEPTION_PX), align_corners=False)
-        resized = {'inception': bilinear, 'inception-clean': clean(images, INCEPTION_PX, INCEPTION_PX)}
-        return {name: self.module((levels - 128) / 128).flatten(1) for name, levels in resized.items()}
+        return [module((levels - 128) / 128).flatten(1) for levels in (bilinear, clean(images, INCEPTION_PX, INCEPTION_PX))]
+
+    return FeatureNetwork(name, sha256_of(path), dict.fromkeys(('inception', 'inception-clean'), INCEPTION_FEATURES), module, embed)
 
 
 def read_inception(path: Path) -> nn.Sequential:
-    """Return the network up to its pooling, with the weights of a file.
-
-    Raises:
-        EncoderError: torch-fidelity is not installed, or these are not Inception's weights.
-    """
+    """Return the network up to its pooling, with the weights of a file."""
     try:
         with quick_imports():
             from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -193,88 +211,142 @@ def read_inception(path: Path) -> nn.Sequential:
     return nn.Sequential(*list(network.children())[:-1])  # in the order of its forward; the last is the classifier
 
 
-class ClipEmbedder(FeatureNetwork[Any]):
-    """CLIP as transformers has it, from a folder; embeds captions, too."""
+def load_clip(name: str, source: WeightsSource, weights: Path | None, download: bool) -> FeatureNetwork:
+    """Return CLIP as transformers has it, from a folder."""
+    from transformers import CLIPModel  # takes seconds
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, sha256: str):
-        super().__init__(name, sha256, {name: model.config.projection_dim}, model)
-        self._tokenizer, self._size_px = tokenizer, model.config.vision_config.image_size
+    folder, model = _load_folder(CLIPModel, name, source, weights, download)
+    tokenizer = load_tokenizer(str(folder), None, '', model.config.text_config)
+    side, length = model.config.vision_config.image_size, model.config.text_config.max_position_embeddings
 
-    @classmethod
-    def find(cls, name: str, source: WeightsSource, weights: Path | None, download: bool) -> Self:
-        """Raises EncoderError: no folder, or its weights or tokenizer are incomplete."""
-        from transformers import CLIPModel  # takes seconds
+    def embed(images: Tensor) -> list[Tensor]:
+        pixels = _normalised(images, side, side, CLIP_MEAN, CLIP_DEVIATION)
+        return [model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output)]
 
-        folder, model = _load_folder(CLIPModel, name, source, weights, download)
-        return cls(name, model, load_tokenizer(str(folder), None, '', model.config.text_config), file_sha256(folder_file(folder)))
+    def embed_texts(captions: Sequence[str], device: torch.device) -> Tensor:
+        tokens = tokenizer(list(captions), padding='max_length', max_length=length, truncation=True, return_tensors='pt').to(device)
+        return model.text_projection(model.text_model(**tokens).pooler_output)
 
-    @precise()
-    def images(self, images: Tensor) -> dict[str, Tensor]:
-        """Return {name: (B, D) float32} of (B, 3, H, W) uint8."""
-        pixels = self._square(images, self._size_px, self._size_px, CLIP_MEAN, CLIP_DEVIATION)
-        return {self.name: self.module.visual_projection(self.module.vision_model(pixel_values=pixels).pooler_output)}
-
-    @precise()
-    def texts(self, captions: Sequence[str]) -> Tensor:
-        """Return (B, D) float32 of captions, cut to the tokens that the network reads (77 of the published ones)."""
-        length = self.module.config.text_config.max_position_embeddings
-        tokens = self._tokenizer(list(captions), padding='max_length', max_length=length, truncation=True, return_tensors='pt').to(self.device)
-        return self.module.text_projection(self.module.text_model(**tokens).pooler_output)
+    return FeatureNetwork(name, sha256_of(folder_file(folder)), {name: model.config.projection_dim}, model, embed, embed_texts)
 
 
-class OpenClip(FeatureNetwork[Any]):
-    """CLIP as open_clip has it, from one file; embeds captions, too."""
+def load_open_clip(name: str, source: WeightsSource, weights: Path | None, download: bool, architecture: str = 'ViT-H-14') -> FeatureNetwork:
+    """Return CLIP as open_clip has it, from one file."""
+    try:
+        import open_clip
+    except ImportError as error:
+        raise EncoderError(f"{name} needs open_clip: uv pip install -e '.[eval]' ({error})") from error
+    path = find_file(name, source, weights, download)
+    model = open_clip.create_model(architecture, pretrained=None, load_weights=False, pretrained_image=False, pretrained_text=False)
+    try:
+        open_clip.load_checkpoint(model, str(path), strict=True, weights_only=True)
+    except Exception as error:  # of the unpickler, of safetensors, of torch
+        raise EncoderError(f'{path}: cannot be read as weights of {architecture}: {first_line(error, with_type=True)}') from error
+    tokenizer, side = open_clip.get_tokenizer(architecture), model.visual.image_size[0]
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, sha256: str):
-        super().__init__(name, sha256, {name: model.visual.output_dim}, model)
-        self._tokenizer, self._size_px = tokenizer, model.visual.image_size[0]
+    def embed(images: Tensor) -> list[Tensor]:
+        return [model.encode_image(_normalised(images, side, side, CLIP_MEAN, CLIP_DEVIATION))]
 
-    @classmethod
-    def find(cls, name: str, source: WeightsSource, weights: Path | None, download: bool, architecture: str = 'ViT-H-14') -> Self:
-        """Raises EncoderError: no file, other weights, or the extra `eval` is not installed."""
-        try:
-            import open_clip
-        except ImportError as error:
-            raise EncoderError(f"{name} needs open_clip: uv pip install -e '.[eval]' ({error})") from error
-        path = find_file(name, source, weights, download)
-        model = open_clip.create_model(architecture, pretrained=None, load_weights=False, pretrained_image=False, pretrained_text=False)
-        try:
-            open_clip.load_checkpoint(model, str(path), strict=True, weights_only=True)
-        except Exception as error:  # of the unpickler, of safetensors, of torch
-            raise EncoderError(f'{path}: cannot be read as weights of {architecture}: {first_line(error, with_type=True)}') from error
-        return cls(name, model, open_clip.get_tokenizer(architecture), file_sha256(path))
+    def embed_texts(captions: Sequence[str], device: torch.device) -> Tensor:
+        return model.encode_text(tokenizer(list(captions)).to(device))
 
-    @precise()
-    def images(self, images: Tensor) -> dict[str, Tensor]:
-        """Return {name: (B, D) float32} of (B, 3, H, W) uint8."""
-        return {self.name: self.module.encode_image(self._square(images, self._size_px, self._size_px, CLIP_MEAN, CLIP_DEVIATION))}
-
-    @precise()
-    def texts(self, captions: Sequence[str]) -> Tensor:
-        """Return (B, D) float32 of captions, cut to 77 tokens."""
-        return self.module.encode_text(self._tokenizer(list(captions)).to(self.device))
+    return FeatureNetwork(name, sha256_of(path), {name: model.visual.output_dim}, model, embed, embed_texts)
 
 
-class Dino(FeatureNetwork[Any]):
-    """The class token of DINO (arXiv 2104.14294), with which DreamBooth measures how much of a subject is kept."""
+def load_dino(name: str, source: WeightsSource, weights: Path | None, download: bool) -> FeatureNetwork:
+    """Return the class token of DINO (arXiv 2104.14294), with which DreamBooth measures how much of a subject is kept."""
+    from transformers import ViTModel  # takes seconds
 
-    @classmethod
-    def find(cls, name: str, source: WeightsSource, weights: Path | None, download: bool) -> Self:
-        """Raises EncoderError: no folder, or its weights are incomplete."""
-        from transformers import ViTModel  # takes seconds
+    # DINO was published without the layer that transformers adds after the class token.
+    folder, model = _load_folder(ViTModel, name, source, weights, download, add_pooling_layer=False)
 
-        # DINO was published without the layer that transformers adds after the class token.
-        folder, model = _load_folder(ViTModel, name, source, weights, download, add_pooling_layer=False)
-        return cls(name, file_sha256(folder_file(folder)), {name: model.config.hidden_size}, model)
+    def embed(images: Tensor) -> list[Tensor]:
+        pixels = _normalised(images, DINO_SHORT_SIDE, DINO_SIZE, IMAGENET_MEAN, IMAGENET_DEVIATION)
+        return [model(pixel_values=pixels, interpolate_pos_encoding=True).last_hidden_state[:, 0]]
 
-    @precise()
-    def images(self, images: Tensor) -> dict[str, Tensor]:
-        """Return {name: (B, D) float32} of (B, 3, H, W) uint8."""
-        pixels = self._square(images, DINO_SHORT_SIDE, DINO_SIZE, IMAGENET_MEAN, IMAGENET_DEVIATION)
-        return {self.name: self.module(pixel_values=pixels, interpolate_pos_encoding=True).last_hidden_state[:, 0]}
+    return FeatureNetwork(name, sha256_of(folder_file(folder)), {name: model.config.hidden_size}, model, embed)
 
 
 def _load_folder(kind: type[Any], name: str, source: WeightsSource, weights: Path | None, download: bool, **options: Any) -> tuple[Path, Any]:
     """The folder and its model, with exactly its weights; their pickle, if that is what the folder holds, may contain tensors alone."""
     folder = find_folder(name, source, weights, download)
     return folder, load_model(kind, str(folder), None, '', folder_file(folder).suffix == '.safetensors', **options)
+
+
+@dataclass(frozen=True)
+class KnownExtractor:
+    """A feature network that can be named."""
+
+    features: tuple[str, ...]  # names of what it returns
+    load: Callable[..., FeatureNetwork]  # takes name, source, folder of weights and whether to download; nothing without a source
+    source: WeightsSource | None = None  # None: it needs no weights
+    texts: bool = False  # it embeds captions
+    embeds: bool = True  # likeness of its features is likeness of images, so that any metric may take them
+
+
+INCEPTION_FILES = ('weights-inception-2015-12-05-6726825d.pth', 'inception-2015-12-05.pth')
+INCEPTION_URL = f'https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILES[0]}'
+LAION_H14 = 'CLIP-ViT-H-14-laion2B-s32B-b79K'
+LAION_FILES = (f'{LAION_H14}/open_clip_pytorch_model.bin', f'{LAION_H14}/open_clip_model.safetensors')
+OPENAI_CLIPS = {
+    'clip-vit-l14': ('clip-vit-large-patch14', '1.7 GB'),  # CLIP score as NeMo's
+    'clip-vit-l14-336': ('clip-vit-large-patch14-336', '1.7 GB'),  # CMMD's
+    'clip-vit-b16': ('clip-vit-base-patch16', '0.6 GB'),  # mosaicml/diffusion's CLIP score
+    'clip-vit-b32': ('clip-vit-base-patch32', '0.6 GB'),
+}
+EXTRACTORS = {
+    'inception': KnownExtractor(
+        ('inception', 'inception-clean'), load_inception, WeightsSource(INCEPTION_FILES, url=INCEPTION_URL, sha256='6726825d', size='95.7 MB')
+    ),
+    **{
+        name: KnownExtractor((name,), load_clip, WeightsSource((repository,), hub=f'openai/{repository}', size=size), texts=True)
+        for name, (repository, size) in OPENAI_CLIPS.items()
+    },
+    # MLPerf's, and the text encoder of Stable Diffusion 2, which it therefore favours.
+    'openclip-vit-h14': KnownExtractor(
+        ('openclip-vit-h14',), load_open_clip, WeightsSource(LAION_FILES, hub=f'laion/{LAION_H14}', size='3.9 GB'), texts=True
+    ),
+    'dino-vits16': KnownExtractor(('dino-vits16',), load_dino, WeightsSource(('dino-vits16',), hub='facebook/dino-vits16', size='87 MB')),
+    'random-conv': KnownExtractor(('random-conv',), random_conv),
+    'shapes-look': KnownExtractor(('shapes-look',), shapes_look, texts=True, embeds=False),
+}
+EMBEDDING = {name: known for name, known in EXTRACTORS.items() if known.embeds}
+"""Networks that METRIC@NETWORK may name, and by which neighbours are looked for."""
+
+
+def load_extractors(
+    names: Sequence[str], weights: Path | None = None, device: torch.device | str = 'cpu', download: bool = False
+) -> list[FeatureNetwork]:
+    """Return the networks of these names, in this order, on `device`.
+
+    Args:
+        weights: folder with files and folders of weights; what is not there is looked up in the caches of torch.hub and the Hub.
+        download: get what is missing from the network, which never happens otherwise.
+
+    Raises:
+        InputError: unknown names.
+        EncoderError: weights are missing (of all networks, with the commands to get them), are others than their digest says, or do not fit.
+    """
+    unknown = [name for name in names if name not in EXTRACTORS]
+    if unknown:
+        raise InputError(f'unknown feature networks {", ".join(unknown)}; known: {", ".join(EXTRACTORS)}')
+    found, errors = list[FeatureNetwork](), list[str]()
+    for name in names:
+        known = EXTRACTORS[name]
+        try:
+            network = known.load(name, known.source, weights, download) if known.source else known.load()
+            found.append(network.to(device))
+        except EncoderError as error:
+            errors.append(str(error))
+    if errors:
+        raise EncoderError('\n'.join(errors))
+    return found
+
+
+def in_batches(extractor: FeatureNetwork, images: Tensor, size: int) -> dict[str, Tensor]:
+    """Compute features of (B, 3, H, W) uint8 `size` at a time, the last batch padded by its last image: the same whoever computes them."""
+    found: list[dict[str, Tensor]] = []
+    for batch in images.split(size):
+        padded = torch.cat([batch, batch[-1:].expand(size - len(batch), -1, -1, -1)])
+        found.append({name: value[: len(batch)].float().cpu() for name, value in extractor.images(padded).items()})
+    return {name: torch.cat([one[name] for one in found]) for name in found[0]}

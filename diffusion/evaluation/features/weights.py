@@ -1,6 +1,5 @@
 """Weights of published networks: found in a local folder or a cache, compared with their digest, never unpickled, downloaded only on request."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,33 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diffusion.checkpoints.manifest import sha256_of
 from diffusion.common.text import first_line
 from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.pretrained import hub_problem
 
-READ_BYTES = 1 << 24
 MODEL_FILES = ('model.safetensors', 'pytorch_model.bin')  # of a folder of transformers, the better one first
 DESCRIPTIONS = ('*.json', '*.txt')  # configuration and tokenizer
 
 
 @dataclass(frozen=True)
 class WeightsSource:
-    """Origin of a network's weights.
+    """Origin of a network's weights."""
 
-    Attributes:
-        files: paths that the file may have below a folder of weights, the published one first (FOLDER/FILE if it is on the Hub); for a
-            network of transformers, its folder.
-        hub: repository on the Hub, if it is there.
-        url: of the file, if it is not on the Hub.
-        sha256: what is known of its digest: all of it, or its beginning. '' if nothing is: the digest found is then part of the protocol.
-        size: in words.
-    """
+    files: tuple[str, ...]  # below a folder of weights, the published one first (FOLDER/FILE if it is on the Hub); of transformers, the folder
+    hub: str = ''  # repository on the Hub, if it is there
+    url: str = ''  # of the file, if it is not on the Hub
+    sha256: str = ''  # or the beginning of it; '' if none was published: the digest found is then part of the protocol
+    size: str = ''  # in words
 
-    files: tuple[str, ...]
-    hub: str = ''
-    url: str = ''
-    sha256: str = ''
-    size: str = ''
+    @property
+    def cached(self) -> list[Path]:
+        """Places of the files in the folder in which torch-fidelity and torchmetrics keep their downloads; none of what is on the Hub."""
+        return [Path(torch.hub.get_dir(), 'checkpoints', file) for file in self.files] if self.url else []
 
 
 def find_file(name: str, source: WeightsSource, weights: Path | None, download: bool) -> Path:
@@ -54,17 +49,18 @@ def find_file(name: str, source: WeightsSource, weights: Path | None, download: 
 
         return Path(hf_hub_download(source.hub, Path(source.files[0]).name, local_files_only=local_files_only))
 
-    looked = [folder / file for folder in ([weights] if weights else []) + _torch_cache(source) for file in source.files]
-    found = next((path for path in looked if path.is_file()), None) or _from_hub(of_hub, source, download)
+    below = [weights / file for file in source.files] if weights else []
+    found = next((path for path in [*below, *source.cached] if path.is_file()), None) or _from_hub(of_hub, source, download)
     if found is None and download and source.url:
-        found = _torch_cache(source)[0] / source.files[0]
+        found = source.cached[0]
         found.parent.mkdir(parents=True, exist_ok=True)
         _downloaded(name, source, lambda: torch.hub.download_url_to_file(source.url, str(found), source.sha256 or None, progress=False))
     if found is None:
         raise _missing(name, source, weights)
-    if not file_sha256(found).startswith(source.sha256):
+    digest = sha256_of(found) if source.sha256 else ''
+    if not digest.startswith(source.sha256):
         raise EncoderError(
-            f'{name}: {found} has the SHA-256 {file_sha256(found)}, expected {source.sha256}...: another network, or a damaged copy. '
+            f'{name}: {found} has the SHA-256 {digest}, expected {source.sha256}...: another network, or a damaged copy. '
             f'Delete it and download it again: {source.url or source.hub}'
         )
     return found
@@ -89,8 +85,8 @@ def find_folder(name: str, source: WeightsSource, weights: Path | None, download
             raise LocalEntryNotFoundError(f'{source.hub}: the cache holds no weights')
         return None
 
-    looked = [weights / file for file in source.files] if weights else []
-    found = next((path for path in looked if path.is_dir()), None) or _from_hub(of_hub, source, download)
+    below = [weights / file for file in source.files] if weights else []
+    found = next((path for path in below if path.is_dir()), None) or _from_hub(of_hub, source, download)
     if found is None or not any((found / file).is_file() for file in MODEL_FILES):
         raise _missing(name, source, weights)
     return found
@@ -117,20 +113,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise EncoderError(f'{path}: cannot be read as a file of weights: {first_line(error, with_type=True)}') from error
 
 
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, as `sha256sum` prints it and as the Hub shows it."""
-    digest = hashlib.sha256()
-    with path.open('rb') as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _torch_cache(source: WeightsSource) -> list[Path]:
-    """Folder in which torch-fidelity and torchmetrics keep their downloads."""
-    return [Path(torch.hub.get_dir(), 'checkpoints')] if source.url else []
-
-
 def _from_hub(find: Callable[..., Path | None], source: WeightsSource, download: bool) -> Path | None:
     if not source.hub:
         return None
@@ -153,7 +135,7 @@ def _downloaded(name: str, source: WeightsSource, work: Callable[[], Any]) -> An
 def _missing(name: str, source: WeightsSource, weights: Path | None) -> EncoderError:
     places = [str(weights / file) for file in source.files] if weights else ['(no folder of weights was given)']
     if source.url:
-        places.append(str(_torch_cache(source)[0] / source.files[0]))
+        places.append(str(source.cached[0]))
         command = f'curl -L --create-dirs -o {weights or "WEIGHTS"}/{source.files[0]} {source.url}'
     else:
         places.append(f"the Hub's cache of {source.hub}")

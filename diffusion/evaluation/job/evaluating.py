@@ -8,9 +8,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,30 +23,18 @@ from diffusion.common.processes import failpoint
 from diffusion.common.text import counted
 from diffusion.contracts.errors import IncompleteError
 from diffusion.cost.hardware import own_device
-from diffusion.evaluation.features.extractors import TextExtractor, in_batches
-from diffusion.evaluation.job.images import text_of_left_out
+from diffusion.evaluation.features.networks import in_batches
 from diffusion.evaluation.job.models import DrawingModel
-from diffusion.evaluation.job.parts import SAMPLE_ID, RealFeatures, Statistics, finish_kept, keep_chunk, pixels, save_statistics
+from diffusion.evaluation.job.parts import SAMPLE_ID, RealFeatures, Statistics, finish_kept, keep_chunk, save_statistics
 from diffusion.evaluation.job.planning import announcement
-from diffusion.evaluation.job.preparing import FLOOR, NUM_SHOWN, EvaluationJob, SubjectEvaluation, prepare
+from diffusion.evaluation.job.preparing import FLOOR, MEANINGS, EvaluationJob, prepare
 from diffusion.evaluation.job.request import PRESETS, EvaluationRequest
-from diffusion.evaluation.job.results import (
-    MOST_PHOTOS,
-    RESULT_NAME,
-    VERSION,
-    Evaluation,
-    ModelRecord,
-    Neighbour,
-    Neighbours,
-    SampleRecord,
-    Score,
-    Value,
-)
-from diffusion.evaluation.metrics.distances import nearest
+from diffusion.evaluation.job.results import MOST_PHOTOS, RESULT_NAME, VERSION, Evaluation, ModelRecord, Neighbour, Neighbours, SampleRecord, Value
+from diffusion.evaluation.metrics.distances import Estimate, nearest, photo_fidelity, prompt_fidelity, subject_fidelity
 from diffusion.evaluation.metrics.figures import Metric, name_of
 
-NEIGHBOURS_FOLDER, PHOTOS_FOLDER = 'neighbours', 'photos'  # in OUT
-PHOTO_PX = 256  # side of photos there
+NUM_SHOWN = 64  # images of each guidance scale that are kept for the page
+PHOTO_PX = 256  # side of the photos of a subject that are kept for it
 NUM_PAIRS = 10  # of a drawn image and its neighbour
 PERCENTILE = 0.999  # of held-out real images: as many of them are more similar to a known one
 MIN_HELD_OUT = 1000  # one image lies above the percentile; of fewer images it would be no more than the largest cosine
@@ -84,42 +71,30 @@ def evaluate(request: EvaluationRequest, ranks: Ranks, device: torch.device) -> 
         InputError, DataError, EncoderError, CheckpointError: wrong input, with the remedy.
         IncompleteError: this process did all of its parts, and there are no others, but some are missing.
     """
-    subject = SubjectEvaluation(request, device) if request.subject is not None else None
-    jobs = [prepare(request, device)] if subject is None else subject.jobs
-    for job in jobs:
-        job.begin()
-    if ranks.rank == 0 and (text := announcement(jobs, device, ranks.world_size)):
+    job = prepare(request, device)
+    for one in job.both:
+        one.begin()
+    if ranks.rank == 0 and (text := announcement(job.both, device, ranks.world_size)):
         print(text, file=sys.stderr, flush=True)
-    for job in jobs:
-        _compute_real(job, ranks)
-        _draw(job, ranks)
-    missing = sum(len(job.missing()) + sum(len(real.missing(extractors)) for real, extractors in job.real_parts) for job in jobs)
-    if missing and ranks.world_size == 1:
-        raise IncompleteError(f'{request.out}: {counted(missing, "part")} vanished while others were written; run the same command again')
-    with (request.out / '.scoring.lock').open('w') as file:
-        return _score(jobs[0], subject) if not missing and try_lock(file) else None
-
-
-def _compute_real(job: EvaluationJob, ranks: Ranks) -> None:
-    for real, extractors in job.real_parts:
-        missing = set(real.missing(extractors))
-        own = ranks.own(real.parts)
-        with tqdm(own, desc='real images', unit='part', disable=not missing.intersection(own)) as parts:
-            for part in parts:
+    for one in job.both:
+        for real, networks in one.real_parts:
+            missing, parts = set(real.missing(networks)), ranks.own(real.parts)
+            for part in tqdm(parts, desc='real images', unit='part', disable=not missing.intersection(parts)):
                 if part in missing:
-                    real.compute(extractors, part)
+                    real.compute(networks, part)
                     failpoint('evaluation.real')
-
-
-def _draw(job: EvaluationJob, ranks: Ranks) -> None:
-    own, missing = ranks.own(job.work()), set(job.missing())
-    todo = [part for part in own if part in missing]
-    size = job.protocol.chunk
-    with tqdm(total=len(own) * size, initial=(len(own) - len(todo)) * size, desc='draw', unit='image', disable=not todo) as bar:
-        for guidance, number in todo:
-            _draw_part(job, guidance, number)
-            failpoint('evaluation.drawn')
-            bar.update(size)
+        work, undrawn, size = ranks.own(one.work()), set(one.missing()), one.protocol.chunk
+        todo = [part for part in work if part in undrawn]
+        with tqdm(total=len(work) * size, initial=(len(work) - len(todo)) * size, desc='draw', unit='image', disable=not todo) as bar:
+            for guidance, number in todo:
+                _draw_part(one, guidance, number)
+                failpoint('evaluation.drawn')
+                bar.update(size)
+    left = sum(len(one.missing()) + sum(len(real.missing(networks)) for real, networks in one.real_parts) for one in job.both)
+    if left and ranks.world_size == 1:
+        raise IncompleteError(f'{request.out}: {counted(left, "part")} vanished while others were written; run the same command again')
+    with (request.out / '.scoring.lock').open('w') as file:
+        return _score(job) if not left and try_lock(file) else None
 
 
 def _draw_part(job: EvaluationJob, guidance: float, number: int) -> None:
@@ -128,10 +103,10 @@ def _draw_part(job: EvaluationJob, guidance: float, number: int) -> None:
     images = job.draw(guidance, number)
     seconds = time.monotonic() - start
     features: dict[str, Tensor] = {}
-    for extractor in job.extractors:
-        features |= in_batches(extractor, images, job.protocol.chunk)
-        if isinstance(extractor, TextExtractor) and any(m.needs_captions and m.extractor == extractor.name for m in job.metrics.values()):
-            features[_texts_of(extractor.name)] = extractor.texts([prompt.text for prompt in chunk]).float().cpu()
+    for network in job.networks:
+        features |= in_batches(network, images, job.protocol.chunk)
+        if any(metric.needs_captions and metric.extractor == network.name for metric in job.metrics.values()):
+            features[_texts_of(network.name)] = network.texts([prompt.text for prompt in chunk]).float().cpu()
     count = job.chunk_size(number)
     facts: dict[str, Any] = {'seconds': seconds, 'images': count}
     if job.request.keep_images:
@@ -143,23 +118,26 @@ def _draw_part(job: EvaluationJob, guidance: float, number: int) -> None:
     job.drawn(guidance).put(number, {name: value[:count] for name, value in features.items()}, facts)
 
 
-def _score(job: EvaluationJob, subject: SubjectEvaluation | None) -> Evaluation:
+def _texts_of(network: str) -> str:
+    """Name in a part of the embeddings of the captions."""
+    return f'{network}/captions'
+
+
+def _score(job: EvaluationJob) -> Evaluation:
     """Compute all figures and write evaluation.json; of kept images also what makes them a dataset, of a subject some of its photos.
 
     Raises:
         DataError: a part is damaged.
         InputError: too few images for a metric.
     """
-    request, protocol = job.request, job.protocol
-    if request.save_statistics is not None and isinstance(job.real, RealFeatures):
-        facts = {'where': job.real.images.where, 'resolution': protocol.resolution, 'resize': protocol.resize, 'extractors': protocol.extractors}
+    request, protocol, real = job.request, job.protocol, job.real
+    if request.save_statistics is not None and isinstance(real, RealFeatures):
+        facts = {'where': real.images.where, 'resolution': protocol.resolution, 'resize': protocol.resize, 'extractors': protocol.extractors}
         wanted = [metric for metric in job.metrics.values() if metric.needs_real]
         save_statistics(request.save_statistics, {metric.feature: partial(_load_real, job, metric) for metric in wanted}, facts)
-    if subject is None:
-        scores, neighbours = _scores(job), find_neighbours(job)
-    else:
-        scores, neighbours = [_score_at(job, guidance, subject.metrics(guidance)) for guidance in protocol.guidance], None
-    for one in [job] if subject is None else subject.jobs:
+    metrics = _subject_metrics(job) if job.kinds else _metrics(job)
+    neighbours = find_neighbours(job)
+    for one in job.both:
         for guidance in protocol.guidance if request.keep_images else ():
             source = {'made_by': 'python -m diffusion.evaluate', 'model': one.model.sha256, 'guidance': guidance, 'protocol': one.protocol.digest}
             finish_kept(one.images(guidance), [note['shard'] for note in one.drawn(guidance).facts()], source, protocol.resolution)
@@ -174,28 +152,34 @@ def _score(job: EvaluationJob, subject: SubjectEvaluation | None) -> Evaluation:
             'where': request.data or str(request.subject),
             'identity': protocol.real['identity'],
             'count': protocol.real['count'],
-            'left_out': text_of_left_out(job.real.images) if isinstance(job.real, RealFeatures) else '',
+            'left_out': real.images.text_of_left_out if isinstance(real, RealFeatures) else '',
         },
-        'scores': scores,
+        'scores': [{'guidance': guidance, 'count': len(job.prompts), 'metrics': metrics[guidance]} for guidance in protocol.guidance],
         'neighbours': neighbours,
         'samples': {str(guidance): _samples(job, guidance) for guidance in protocol.guidance},
         'seconds': seconds,
         'images_per_sec': sum(note['images'] for note in notes) / max(seconds, 1e-9),
         'environment': environment(),
     }
-    if subject is not None:
-        found['photos'] = _save_photos(subject.photos, job.out)
-        if subject.floor is not None:
-            found['floor'] = _model_record(subject.floor.model)
-            for scale, samples in found['samples'].items():
-                for sample, before in zip(samples, _samples(subject.floor, float(scale)), strict=True):
-                    sample['floor'] = f'{FLOOR}/{before["file"]}'
+    if job.kinds:
+        assert isinstance(real, RealFeatures)
+        found['photos'] = [f'photos/{number}.png' for number in sorted(real.wanted)[:MOST_PHOTOS]]
+        for number, name in enumerate(found['photos']):
+            # Decoded and encoded again: without the place and the camera that a file from a telephone names.
+            photo = real.images.pixels(real.images.image(number), min(real.resolution, PHOTO_PX))
+            with replacing(job.out / name) as temporary:
+                save_png(to_pil(photo), temporary, {})
+    if job.floor is not None:
+        found['floor'] = _model_record(job.floor.model)
+        for scale, samples in found['samples'].items():
+            for sample, before in zip(samples, _samples(job.floor, float(scale)), strict=True):
+                sample['floor'] = f'{FLOOR}/{before["file"]}'
     write_text(job.out / RESULT_NAME, json.dumps(found, indent=1, ensure_ascii=False) + '\n')
     return found
 
 
-def _scores(job: EvaluationJob) -> list[Score]:
-    """A metric at all guidance scales before the next one: its real features are read once."""
+def _metrics(job: EvaluationJob) -> dict[float, dict[str, Value]]:
+    """Figures by guidance scale; a metric at all scales before the next one, so that its real features are read once."""
     protocol = job.protocol
     targets = PRESETS[protocol.preset].targets if protocol.preset else {}
     found: dict[float, dict[str, Value]] = {guidance: {} for guidance in protocol.guidance}
@@ -205,15 +189,10 @@ def _scores(job: EvaluationJob) -> list[Score]:
             drawn = job.drawn(guidance)
             texts = drawn.load(_texts_of(metric.extractor)) if metric.needs_captions else None
             for figure, values in metric(real, drawn.load(metric.feature), texts, protocol.seed).items():
-                about = metric.figures[figure]
-                value: dict[str, Any] = {**values, 'meaning': about.meaning, 'lower_is_better': about.lower_is_better, 'extractor': metric.extractor}
+                value: dict[str, Any] = {**values, **asdict(metric.figures[figure]), 'extractor': metric.extractor}
                 value |= {'target': targets[name]} if name in targets else {}
                 found[guidance][name_of(name, metric, figure)] = cast(Value, value)
-    return [_score_at(job, guidance, found[guidance]) for guidance in protocol.guidance]
-
-
-def _score_at(job: EvaluationJob, guidance: float, metrics: dict[str, Value]) -> Score:
-    return {'guidance': guidance, 'count': len(job.prompts), 'metrics': metrics}
+    return found
 
 
 def _load_real(job: EvaluationJob, metric: Metric) -> Any:
@@ -221,21 +200,36 @@ def _load_real(job: EvaluationJob, metric: Metric) -> Any:
     if isinstance(job.real, Statistics):
         return job.real.gaussians[metric.feature]
     assert job.real is not None
-    return job.real.parts_of(next(one for one in job.extractors if one.name == metric.extractor)).load(metric.feature)
+    return job.real.load(next(one for one in job.networks if one.name == metric.extractor), metric.feature)
 
 
-def _texts_of(extractor: str) -> str:
-    """Name in a part of the embeddings of the captions."""
-    return f'{extractor}/captions'
+def _subject_metrics(job: EvaluationJob) -> dict[float, dict[str, Value]]:
+    """CLIP-I, DINO and CLIP-T by guidance scale; `floor` is of the model before fine-tuning, `ceiling` of the photos among themselves."""
+    clip, dino = job.networks
+    assert isinstance(job.real, RealFeatures)
+    of_clip, of_dino = (job.real.load(network) for network in (clip, dino))
+    ceiling = {'clip_i': photo_fidelity(of_clip).value, 'dino': photo_fidelity(of_dino).value} if len(of_clip) > 1 else {}
+    texts = clip.texts(job.kinds).float().cpu()
 
+    def estimates(one: EvaluationJob, guidance: float) -> dict[str, Estimate]:
+        by_clip, by_dino = (one.drawn(guidance).load(next(iter(network.features))) for network in (clip, dino))
+        prompts = texts[torch.arange(len(by_clip)) % len(texts)]
+        return {
+            'clip_i': subject_fidelity(by_clip, of_clip),
+            'dino': subject_fidelity(by_dino, of_dino),
+            'clip_t': prompt_fidelity(by_clip, prompts),
+        }
 
-def _save_photos(photos: RealFeatures, out: Path) -> list[str]:
-    """Write the first photos below OUT, decoded and encoded again: without the place and the camera that a file from a telephone names."""
-    names = [f'{PHOTOS_FOLDER}/{number}.png' for number in sorted(photos.wanted)[:MOST_PHOTOS]]
-    for number, name in enumerate(names):
-        with replacing(out / name) as temporary:
-            save_png(to_pil(pixels(photos.image(number), min(photos.resolution, PHOTO_PX), photos.images.where)), temporary, {})
-    return names
+    found: dict[float, dict[str, Value]] = {}
+    for guidance in job.protocol.guidance:
+        found[guidance] = {}
+        floor = estimates(job.floor, guidance) if job.floor is not None else {}
+        for name, estimate in estimates(job, guidance).items():
+            value = {**asdict(estimate), 'meaning': MEANINGS[name], 'lower_is_better': False}
+            value |= {'floor': floor[name].value} if name in floor else {}
+            value |= {'ceiling': ceiling[name]} if name in ceiling else {}
+            found[guidance][name] = cast(Value, {**value, 'extractor': (dino if name == 'dino' else clip).name})
+    return found
 
 
 def _model_record(model: DrawingModel) -> ModelRecord:
@@ -256,11 +250,11 @@ def find_neighbours(job: EvaluationJob) -> Neighbours | None:
     threshold above which a drawn image is suspicious.
     """
     known = job.known or (job.real if isinstance(job.real, RealFeatures) else None)
-    extractor = job.neighbour
-    if known is None or extractor is None:
+    network = job.neighbour
+    if known is None or network is None:
         return None
-    protocol, guidance, feature = job.protocol, job.protocol.guidance[-1], next(iter(extractor.features))
-    features = known.parts_of(extractor).load(feature)
+    protocol, guidance, feature = job.protocol, job.protocol.guidance[-1], next(iter(network.features))
+    features = known.load(network)
     cosine, index = (found[:, 0] for found in nearest(job.drawn(guidance).load(feature), features))
 
     threshold, reason, held_out = None, '', job.real
@@ -269,21 +263,21 @@ def find_neighbours(job: EvaluationJob) -> Neighbours | None:
     elif held_out.images.identity == known.images.identity:
         reason = 'no images are held out: --training names none, or those of --data'
     else:
-        between = nearest(held_out.parts_of(extractor).load(feature), features)[0][:, 0]
+        between = nearest(held_out.load(network), features)[0][:, 0]
         if len(between) < MIN_HELD_OUT:
             needed = f'at least {MIN_HELD_OUT:,} are needed to tell what one in a thousand exceeds'
             reason = f'{counted(len(between), "held-out image")}, and {needed}'
         else:
             threshold = float(torch.quantile(between.double(), PERCENTILE))
 
-    ids = known.parts_of(extractor).load(SAMPLE_ID)
+    ids = known.load(network, SAMPLE_ID)
     draw = cache(job.draw)  # again: most images are not kept
     pairs = list[Neighbour]()
     for place in cosine.argsort(descending=True, stable=True)[:NUM_PAIRS].tolist():
-        prompt, image = job.prompts[place], known.image(int(ids[index[place]]))
-        paths = [f'{NEIGHBOURS_FOLDER}/{prompt.id:06d}-{name}.png' for name in ('drawn', 'known')]
+        prompt, image = job.prompts[place], known.images.image(int(ids[index[place]]))
+        paths = [f'neighbours/{prompt.id:06d}-{name}.png' for name in ('drawn', 'known')]
         drawn = draw(guidance, place // protocol.chunk)[place % protocol.chunk]
-        of_known = pixels(image, protocol.resolution, known.images.where)
+        of_known = known.images.pixels(image, protocol.resolution)
         for path, tensor, text in zip(paths, (drawn, of_known), (prompt.text, image.key), strict=True):
             with replacing(job.out / path) as temporary:
                 save_png(to_pil(tensor), temporary, {'text': text})
@@ -298,7 +292,7 @@ def find_neighbours(job: EvaluationJob) -> Neighbours | None:
             }
         )
     return {
-        'extractor': extractor.name,
+        'extractor': network.name,
         'guidance': guidance,
         'count_known': len(features),
         'threshold': threshold,

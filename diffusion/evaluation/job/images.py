@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from diffusion.contracts.manifest import MANIFEST_NAME, Manifest
 from diffusion.datasets.decode import ImageError, size_of
 from diffusion.datasets.keyed_random import Draw, by_id, random_bits, uniform
 from diffusion.datasets.shards import agreed_shards, captions_of, pick, read_shard
+from diffusion.datasets.transforms import covered
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.webp')
 OTHER_SUFFIXES = ('.apng', '.avif', '.bmp', '.gif', '.heic', '.heif', '.jfif', '.jpe', '.tif', '.tiff')  # as data_prep: counted, not opened
@@ -32,19 +33,12 @@ CAPTION_CHOICE = 'one of several by a draw keyed by seed and image'
 
 @dataclass(frozen=True)
 class RealImage:
-    """An image of a dataset.
+    """An image of a dataset."""
 
-    Attributes:
-        id: its position in the dataset.
-        key: MDS key or file name.
-        content: encoded.
-        captions: with weights; empty if it has none.
-    """
-
-    id: int
-    key: str
-    content: bytes
-    captions: Sequence[tuple[str, float]]
+    id: int  # its position
+    key: str  # MDS key or file name
+    content: bytes  # encoded
+    captions: Sequence[tuple[str, float]]  # with weights; empty if it has none
 
     def caption(self, seed: int) -> str | None:
         """One of the captions, always the same for a seed; None if there is none."""
@@ -53,31 +47,61 @@ class RealImage:
         return pick(self.captions, uniform(seed, by_id(torch.tensor([self.id])), Draw.CAPTION, 1).item())
 
 
-class RealImages(Protocol):
-    """A dataset of images in parts, each of which is read as a whole.
+class RealImages:
+    """A dataset of images in parts, each of which is read as a whole."""
 
-    Attributes:
-        where: path or URL.
-        identity: digest that changes with any image or caption.
-        left_out: files that are no images of the dataset, by the reason.
-        parts: first id of each part, and the end of the last one.
-    """
-
-    where: str
-    identity: str
-    left_out: Mapping[str, Sequence[str]]
-    parts: list[int]
+    where: str  # path or URL
+    identity: str  # digest that changes with any image or caption
+    left_out: Mapping[str, Sequence[str]] = {}  # files that are no images of the dataset, by the reason
+    parts: list[int]  # first id of each part, and the end of the last one
 
     def read(self, part: int, wanted: Collection[int]) -> Iterator[RealImage]:
-        """The images of one part whose ids are wanted, in the order of their ids.
+        """Yield the images of one part whose ids are wanted, in the order of their ids; DataError if it is damaged."""
+        raise NotImplementedError
 
-        Raises:
-            DataError: the part is damaged.
-        """
+    def __len__(self) -> int:
+        return self.parts[-1]
+
+    def chosen(self, samples: int, seed: int) -> list[int]:
+        """Return positions in a fixed order that looks random, so that those of fewer samples are the first of those of more."""
+        if samples > len(self):
+            raise DataError(f'{self.where}: holds {counted(len(self), "image")}, {samples:,} are asked for; set --samples {len(self)} or less')
+        order = random_bits(seed, by_id(torch.arange(len(self))), Draw.CAPTION, 2)[:, 1]  # the first word chooses the caption
+        return torch.argsort(order, stable=True)[:samples].tolist()
+
+    def parts_with(self, wanted: Collection[int]) -> list[int]:
+        """The parts that hold any of the ids, ascending."""
+        return sorted({bisect_right(self.parts, i) - 1 for i in wanted})
+
+    def batches(self, parts: Iterable[int], wanted: Collection[int], size: int) -> Iterator[list[RealImage]]:
+        """Yield the wanted images of some parts in the order of the dataset, `size` at a time."""
+        wanted = frozenset(wanted)
+        chosen = (image for part in parts for image in self.read(part, wanted))
+        while batch := list(islice(chosen, size)):
+            yield batch
+
+    def image(self, image_id: int) -> RealImage:
+        """One image of the dataset."""
+        (part,) = self.parts_with([image_id])
+        return next(iter(self.read(part, {image_id})))
+
+    def pixels(self, image: RealImage, resolution: int) -> torch.Tensor:
+        """(3, R, R) uint8 as training sees it; DataError if it cannot be decoded."""
+        try:
+            return covered(image.content, resolution, resolution)[0]
+        except ImageError as error:
+            raise DataError(f'{self.where}: {image.key}: {error}; remove it, or convert the images, which leaves such ones out') from error
+
+    @property
+    def text_of_left_out(self) -> str:
+        """`3 files (a tiff file: 2, such as a.tiff; ...)`; '' if there are none."""
+        total = sum(map(len, self.left_out.values()))
+        reasons = (f'{reason}: {len(names):,}, such as {names[0]}' for reason, names in self.left_out.items())
+        return f'{counted(total, "file")} ({"; ".join(reasons)})' if total else ''
 
 
 def open_images(where: str) -> RealImages:
-    """Raises DataError, ManifestError: it is no dataset of images."""
+    """Open a folder or URL; DataError or ManifestError if it is no dataset of images, or holds none."""
     folder = open_folder(where)
     if '://' in where or (Path(where) / MANIFEST_NAME).is_file():
         return MdsImages(folder)
@@ -87,55 +111,13 @@ def open_images(where: str) -> RealImages:
     return FolderImages(folder)
 
 
-def chosen_ids(images: RealImages, samples: int, seed: int) -> list[int]:
-    """`samples` positions in a fixed order that looks random, so that those of fewer samples are the first of those of more.
-
-    Raises:
-        DataError: there are fewer images.
-    """
-    available = images.parts[-1]
-    if samples > available:
-        raise DataError(f'{images.where}: holds {counted(available, "image")}, {samples:,} are asked for; set --samples {available} or less')
-    order = random_bits(seed, by_id(torch.arange(available)), Draw.CAPTION, 2)[:, 1]  # the first word chooses the caption
-    return torch.argsort(order, stable=True)[:samples].tolist()
-
-
-def parts_with(images: RealImages, wanted: Collection[int]) -> list[int]:
-    """The parts that hold any of the ids, ascending."""
-    return sorted({bisect_right(images.parts, i) - 1 for i in wanted})
-
-
-def read_batches(images: RealImages, parts: Iterable[int], wanted: Collection[int], size: int) -> Iterator[list[RealImage]]:
-    """Yield the wanted images of some parts in the order of the dataset, `size` at a time.
-
-    Raises:
-        DataError: a part is damaged.
-    """
-    wanted = frozenset(wanted)
-    chosen = (image for part in parts for image in images.read(part, wanted))
-    while batch := list(islice(chosen, size)):
-        yield batch
-
-
-def text_of_left_out(images: RealImages) -> str:
-    """Return `3 files (a tiff file: 2, such as a.tiff; ...)`; '' if there are none."""
-    total = sum(map(len, images.left_out.values()))
-    reasons = (f'{reason}: {len(names):,}, such as {names[0]}' for reason, names in images.left_out.items())
-    return f'{counted(total, "file")} ({"; ".join(reasons)})' if total else ''
-
-
-class MdsImages:
-    """An image MDS that data_prep.convert wrote; a part is a shard, whose SHA-256 is compared when it is read.
-
-    Raises:
-        DataError, ManifestError: it is damaged, or holds latents.
-    """
+class MdsImages(RealImages):
+    """An image MDS that data_prep.convert wrote; a part is a shard, whose SHA-256 is compared when it is read."""
 
     def __init__(self, folder: Folder):
         manifest = Manifest.read(folder.url)
         if manifest.kind != 'images':
             raise DataError(f'{folder.url}: manifest kind is {manifest.kind}; images are compared with images: name the dataset it was encoded from')
-        self.left_out: Mapping[str, Sequence[str]] = {}  # whoever converted it counted them
         self.where, self.folder, self._shards = folder.url, folder, agreed_shards(folder, manifest)
         if not manifest.num_samples:
             raise DataError(f'{folder.url}: holds no image')
@@ -149,20 +131,17 @@ class MdsImages:
                     yield RealImage(i, sample['key'], sample['image'], captions_of(sample))
 
 
-class FolderImages:
+class FolderImages(RealImages):
     """Images in any depth of a local folder, by name; `NAME.txt` holds the caption of `NAME.jpg`.
 
     A file that is no JPEG, PNG or WebP by its name or its first bytes is left out and counted; one that is damaged further on is an error when it
     is read.
-
-    Raises:
-        DataError: it holds no image.
     """
 
     def __init__(self, folder: Folder):
         self.where = folder.url
         left_out: dict[str, list[str]] = {}
-        self.left_out: Mapping[str, Sequence[str]] = left_out
+        self.left_out = left_out
         self._names: list[str] = []
         digest = hashlib.sha256()
         for name in folder.files():
@@ -180,7 +159,7 @@ class FolderImages:
             self._names.append(name)
             digest.update(json.dumps([name, hashlib.sha256(content).hexdigest(), captions]).encode())
         if not self._names:
-            found = f'; left out: {text_of_left_out(self)}' if self.left_out else f' and no {MANIFEST_NAME} of an MDS dataset'
+            found = f'; left out: {self.text_of_left_out}' if left_out else f' and no {MANIFEST_NAME} of an MDS dataset'
             raise DataError(f'{folder.url}: holds no image ({", ".join(SUFFIXES)}){found}')
         self.parts = [*range(0, len(self._names), IMAGES_PER_PART), len(self._names)]
         self.identity = digest.hexdigest()
@@ -211,7 +190,7 @@ class Prompt(NamedTuple):
 
 
 def read_prompts_file(path: Path) -> list[Prompt]:
-    """A prompt a line.
+    """Read a prompt a line.
 
     Raises:
         InputError: it cannot be read, is empty, or has an empty line: leaving one out would move the ids of all that follow.
@@ -229,17 +208,10 @@ def read_prompts_file(path: Path) -> list[Prompt]:
     return [Prompt(i, line.strip()) for i, line in enumerate(lines)]
 
 
-def prompts_sha256(prompts: Sequence[Prompt]) -> str:
-    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
-
-
 def captions_as_prompts(images: RealImages, ids: Sequence[int], seed: int, cache: Path) -> list[Prompt]:
-    """One caption of each of these images, in the order of `ids`.
+    """Return one caption of each of these images, in the order of `ids`; DataError if an image has none.
 
     The first process that needs them reads the dataset and leaves the result in the folder `cache`; others wait for it.
-
-    Raises:
-        DataError: an image has no caption, or the dataset is damaged.
     """
     digest = hashlib.sha256(json.dumps([images.identity, seed, ids]).encode()).hexdigest()[:16]
     store = cache / f'prompts-{digest}.json'
@@ -247,16 +219,13 @@ def captions_as_prompts(images: RealImages, ids: Sequence[int], seed: int, cache
     with store.with_suffix('.lock').open('w') as file:
         lock(file)
         if not store.exists():
-            wanted, found, silent = set(ids), {}, []
-            for part in parts_with(images, wanted):
-                for image in images.read(part, wanted):
-                    caption = image.caption(seed)
-                    found[image.id] = caption
-                    if not caption:
-                        silent.append(image.key)
+            found, silent = dict[int, str | None](), list[str]()
+            for (image,) in images.batches(images.parts_with(ids), ids, 1):
+                found[image.id] = image.caption(seed)
+                if not found[image.id]:
+                    silent.append(image.key)
             if silent:
-                raise DataError(
-                    f'{images.where}: {counted(len(silent), "image")} without a caption, {silent[0]} for one; add captions, or name --prompts FILE'
-                )
+                what = f'{counted(len(silent), "image")} without a caption, {silent[0]} for one'
+                raise DataError(f'{images.where}: {what}; add captions, or name --prompts FILE')
             write_text(store, json.dumps([[i, found[i]] for i in ids], ensure_ascii=False))
     return [Prompt(*pair) for pair in read_json(store, list[tuple[int, str]], DataError, 'remove it and run the same command again')]

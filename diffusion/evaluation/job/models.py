@@ -55,21 +55,14 @@ SPACINGS = ('leading', 'linspace', 'trailing')  # of timesteps, as diffusers nam
 
 @dataclass(frozen=True)
 class DrawingModel:
-    """A model on the disk.
+    """A model on the disk."""
 
-    Attributes:
-        asked: what the user named.
-        folder: in the diffusers layout, or an exported adapter.
-        base: where the model that an adapter belongs to is now, if it has moved.
-    """
-
-    asked: str
-    folder: Path
-    base: str | None = None
+    asked: str  # what the user named
+    folder: Path  # in the diffusers layout, or an exported adapter
+    base: str | None = None  # where the model that an adapter belongs to is now, if it has moved
 
     @cached_property
     def facts(self) -> ExportFacts:
-        """Contents of export.json."""
         return facts_of(self.folder)
 
     @cached_property
@@ -102,16 +95,11 @@ class DrawingModel:
 
     @cached_property
     def family(self) -> Family:
-        """Raises EncoderError: none of ours draws with it."""
         return base_of_adapter(self.folder)[1] if self.is_adapter else family_in(self.folder)
 
     @cached_property
     def own_scheduler(self) -> Any:
-        """The sampler that it was exported with, or that an adapter's base had when it was trained.
-
-        Raises:
-            EncoderError: its configuration is damaged.
-        """
+        """The sampler that it was exported with, or that an adapter's base had when it was trained."""
         config = base_of_adapter(self.folder)[0].get('scheduler') if self.is_adapter else None
         if config is not None:
             return scheduler_from(config, f'{self.asked}: export.json: base.scheduler')
@@ -119,7 +107,6 @@ class DrawingModel:
 
     @property
     def sampler(self) -> str:
-        """Diffusers' class of it."""
         return type(self.own_scheduler).__name__
 
     @cached_property
@@ -144,7 +131,6 @@ class DrawingModel:
 
         Raises:
             InputError: it does not fit the model.
-            EncoderError: the model's own cannot be read.
         """
         sampler, _, spacing = sampler.partition('@')
         if spacing not in ('', *SPACINGS):
@@ -159,23 +145,14 @@ class DrawingModel:
         return fitting[sampler].from_config(own.config, **changes)
 
     def open(self, sampler: str) -> Any:
-        """The pipeline, on this process's device, with a sampler as `scheduler` takes it.
-
-        Raises:
-            EncoderError: it cannot be loaded.
-        """
+        """The pipeline, on this process's device, with a sampler as `scheduler` takes it."""
         pipeline, _ = open_model(self.folder, self.base, 'fp32')
         pipeline.scheduler = self.scheduler(sampler)
         return pipeline
 
 
 def find_model(asked: str, out: Path, revision: str | None = None, base: str | None = None) -> DrawingModel:
-    """Find what the user named. A checkpoint is exported into OUT once, with its EMA weights; other processes wait for that.
-
-    Raises:
-        InputError: it is nothing of that kind, or a model of the Hub that is not in the local cache.
-        CheckpointError, EncoderError, RecipeError: of the export.
-    """
+    """Find what the user named. A checkpoint is exported into OUT once, with its EMA weights; other processes wait for that."""
     folder = Path(asked)
     if revision is not None:
         if folder.exists():
@@ -187,10 +164,10 @@ def find_model(asked: str, out: Path, revision: str | None = None, base: str | N
                 f"{asked}: revision {revision} is not in the Hub's cache on this machine, and nothing is downloaded here; "
                 f'run hf download {asked} --revision {revision} first'
             ) from None
-    if not ((folder / 'model_index.json').is_file() or (folder / LORA).is_file()):
-        refuse_absent(asked, revision)
-        folder = _exported(folder, out)
-    return DrawingModel(asked, folder, base)
+    if (folder / 'model_index.json').is_file() or (folder / LORA).is_file():
+        return DrawingModel(asked, folder, base)
+    refuse_absent(asked, revision)
+    return DrawingModel(asked, _exported(folder, out), base)
 
 
 def refuse_absent(asked: str, revision: str | None) -> None:
@@ -234,11 +211,7 @@ def draw_ids(
     base: str | None = None,
     precision: str | None = None,
 ) -> Iterator[Image.Image]:
-    """Single images of an evaluation again; those of a chunk of the same size differ from the evaluation's by rounding at most.
-
-    Raises:
-        EncoderError: the model cannot be loaded.
-    """
+    """Draw single images of an evaluation again; those of a chunk of the same size differ from the evaluation's by rounding at most."""
     found, precision = DrawingModel(str(model), model, base), precision or precision_on(own_device())
     pipeline, (guidance, steps) = found.open(found.sampler), settings_of(model, guidance, steps)
     prompts = [Prompt(prompt_id, text) for prompt_id, text in zip(ids, texts, strict=True)]
@@ -259,7 +232,7 @@ def draw_chunk(
     for library in (diffusers_logging, transformers_logging):  # or warnings for captions of more than 77 tokens
         library.set_verbosity_error()
     together = family.pipeline_batch or len(chunk)
-    device = pipeline.vae.device
+    device, config = pipeline.vae.device, pipeline.vae.config
     side = resolution // pipeline.vae_scale_factor
     images = []
     for start in range(0, len(chunk), together):
@@ -268,7 +241,7 @@ def draw_chunk(
         with torch.autocast(device.type, torch.bfloat16) if precision == 'bf16' else nullcontext():
             latents = pipeline(
                 [prompt.text for prompt in part],
-                latents=normal(seed, by_id(ids), Draw.NOISE, (pipeline.vae.config.latent_channels, side, side)),  # on the CPU: alike everywhere
+                latents=normal(seed, by_id(ids), Draw.NOISE, (config.latent_channels, side, side)),  # on the CPU: alike everywhere
                 height=resolution,
                 width=resolution,
                 num_inference_steps=steps,
@@ -276,15 +249,9 @@ def draw_chunk(
                 output_type='latent',
                 **family.pipeline_options,
             ).images
-        images.append(decode(pipeline, latents.float()))
+        latents = latents.float() / config.scaling_factor
+        if config.shift_factor is not None:
+            latents = latents + config.shift_factor
+        levels = pipeline.image_processor.postprocess(pipeline.vae.decode(latents, return_dict=False)[0], output_type='pt') * 255
+        images.append(levels.round().to(torch.uint8).cpu())  # rounded as diffusers' pipelines round them
     return torch.cat(images)
-
-
-def decode(pipeline: Any, latents: Tensor) -> Tensor:
-    """(B, 3, H, W) uint8 of the sampler's latents, rounded as diffusers' pipelines round them."""
-    config = pipeline.vae.config
-    latents = latents / config.scaling_factor
-    if config.shift_factor is not None:
-        latents = latents + config.shift_factor
-    images = pipeline.image_processor.postprocess(pipeline.vae.decode(latents, return_dict=False)[0], output_type='pt')
-    return (images * 255).round().to(torch.uint8).cpu()

@@ -26,24 +26,28 @@ from diffusion.common.images import to_pil
 from diffusion.common.text import brief, counted, first_line
 from diffusion.contracts.errors import DataError, InputError
 from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
-from diffusion.datasets.decode import ImageError
 from diffusion.datasets.shards import HASH
-from diffusion.datasets.transforms import SQUARE, covered
-from diffusion.evaluation.features.extractors import Extractor, in_batches
-from diffusion.evaluation.job.images import Prompt, RealImage, RealImages, parts_with, read_batches
+from diffusion.datasets.transforms import SQUARE
+from diffusion.evaluation.features.networks import FeatureNetwork, in_batches
+from diffusion.evaluation.job.images import Prompt, RealImages
 from diffusion.evaluation.metrics.distances import Gaussian, gaussian
 
 SAMPLE_ID = 'id'  # in parts of real images: the ids of the rows
+SUFFIXES_OF_STATISTICS = ('.npz', '.safetensors')
+PUBLISHED = 'inception'  # feature of published statistics: pytorch-fid's mu and sigma
+COLUMNS = {  # of images that are kept: encoding and meaning
+    'key': ('str', 'id of the prompt'),
+    'url': ('str', 'empty: the image was drawn'),
+    'caption': ('str', 'the prompt'),
+    'image': ('bytes', 'PNG'),
+    'width': ('int32', 'pixels'),
+    'height': ('int32', 'pixels'),
+}
 
 
 @dataclass(frozen=True)
 class FeatureParts:
-    """Numbered files with the same features in each.
-
-    Args:
-        folder: where they are.
-        numbers: of all parts, in the order of the rows.
-    """
+    """Files of a folder with the same features in each, numbered in the order of the rows."""
 
     folder: Path
     numbers: Sequence[int]
@@ -61,18 +65,20 @@ class FeatureParts:
             save_file({name: value.contiguous() for name, value in features.items()}, temporary, {'facts': json.dumps(facts or {})})
 
     def load(self, name: str) -> Tensor:
-        """(N, D) of all parts; no other feature is read.
-
-        Raises:
-            DataError: a part is damaged.
-        """
-        rows = [self._shape(number, name) for number in self.numbers]
+        """(N, D) of all parts; no other feature is read. DataError if a part is damaged."""
+        shapes = []
+        for number in self.numbers:
+            try:
+                with safe_open(self.path(number), 'pt') as file:
+                    shapes.append(file.get_slice(name).get_shape())
+            except Exception as error:  # of safetensors
+                raise DataError(f'{self.path(number)}: cannot be read: {error}; remove it and run the same command again') from error
         whole, start = torch.empty(0), 0
-        for number, (count, *rest) in zip(self.numbers, rows, strict=True):
+        for number, (count, *rest) in zip(self.numbers, shapes, strict=True):
             with safe_open(self.path(number), 'pt') as file:
                 part = file.get_tensor(name)
             if not start:
-                whole = torch.empty(sum(one[0] for one in rows), *rest, dtype=part.dtype)
+                whole = torch.empty(sum(shape[0] for shape in shapes), *rest, dtype=part.dtype)
             whole[start : start + count] = part
             start += count
         return whole
@@ -85,16 +91,9 @@ class FeatureParts:
                 found.append(json.loads(file.metadata()['facts']))
         return found
 
-    def _shape(self, number: int, name: str) -> list[int]:
-        try:
-            with safe_open(self.path(number), 'pt') as file:
-                return file.get_slice(name).get_shape()
-        except Exception as error:  # of safetensors
-            raise DataError(f'{self.path(number)}: cannot be read: {error}; remove it and run the same command again') from error
-
 
 class RealFeatures:
-    """Features of chosen real images, in a cache that evaluations of the same images share: a folder for each extractor.
+    """Features of chosen real images, in a cache that evaluations of the same images share: a folder for each network.
 
     Args:
         images: the dataset.
@@ -106,106 +105,77 @@ class RealFeatures:
 
     def __init__(self, images: RealImages, ids: Sequence[int], resolution: int, batch: int, cache: Path):
         self.images, self.wanted, self.resolution, self.batch, self.cache = images, frozenset(ids), resolution, batch, cache
-        self.parts = parts_with(images, self.wanted)
+        self.parts = images.parts_with(self.wanted)
 
-    def parts_of(self, extractor: Extractor) -> FeatureParts:
-        """The parts of one extractor's features, which need not be there yet."""
-        digest = hashlib.sha256(json.dumps(self._facts(extractor)).encode()).hexdigest()[:16]
+    def parts_of(self, network: FeatureNetwork) -> FeatureParts:
+        """The parts of one network's features, which need not be there yet."""
+        digest = hashlib.sha256(json.dumps(self._facts(network)).encode()).hexdigest()[:16]
         return FeatureParts(self.cache / digest, self.parts)
 
-    def compute(self, extractors: Sequence[Extractor], part: int) -> None:
-        """Compute those features of one part of the dataset that are not in the cache.
+    def load(self, network: FeatureNetwork, feature: str | None = None) -> Tensor:
+        """(N, D) of a feature, by default the network's first."""
+        return self.parts_of(network).load(feature or next(iter(network.features)))
 
-        Raises:
-            DataError: the part is damaged, or an image in it.
-        """
-        lacking = [extractor for extractor in extractors if part in self.parts_of(extractor).missing()]
+    def missing(self, networks: Iterable[FeatureNetwork]) -> list[int]:
+        """Parts of the dataset of which some network's features are not there."""
+        return sorted({part for network in networks for part in self.parts_of(network).missing()})
+
+    def compute(self, networks: Sequence[FeatureNetwork], part: int) -> None:
+        """Compute those features of one part of the dataset that are not in the cache."""
+        lacking = [network for network in networks if part in self.parts_of(network).missing()]
         if not lacking:
             return
-        found: dict[str, list[dict[str, Tensor]]] = {extractor.name: [] for extractor in lacking}
+        found: dict[str, list[dict[str, Tensor]]] = {network.name: [] for network in lacking}
         ids: list[int] = []
-        for together in read_batches(self.images, [part], self.wanted, self.batch):
-            images = torch.stack([pixels(image, self.resolution, self.images.where) for image in together])
+        for together in self.images.batches([part], self.wanted, self.batch):
+            images = torch.stack([self.images.pixels(image, self.resolution) for image in together])
             ids += [image.id for image in together]
-            for extractor in lacking:
-                found[extractor.name].append(in_batches(extractor, images, self.batch))
-        for extractor in lacking:
-            features = {name: torch.cat([one[name] for one in found[extractor.name]]) for name in found[extractor.name][0]}
-            parts = self.parts_of(extractor)
+            for network in lacking:
+                found[network.name].append(in_batches(network, images, self.batch))
+        for network in lacking:
+            features = {name: torch.cat([one[name] for one in found[network.name]]) for name in network.features}
+            parts = self.parts_of(network)
             description = parts.folder / 'features.json'  # says to people what a folder of the cache is
             if not description.exists():
-                write_text(description, json.dumps({'where': self.images.where, **self._facts(extractor)}, indent=1) + '\n')
+                write_text(description, json.dumps({'where': self.images.where, **self._facts(network)}, indent=1) + '\n')
             parts.put(part, {**features, SAMPLE_ID: torch.tensor(ids)})
 
-    def image(self, image_id: int) -> RealImage:
-        """One image of the dataset."""
-        (part,) = parts_with(self.images, [image_id])
-        return next(iter(self.images.read(part, {image_id})))
-
-    def missing(self, extractors: Iterable[Extractor]) -> list[int]:
-        """Parts of the dataset of which some extractor's features are not there."""
-        return sorted({part for extractor in extractors for part in self.parts_of(extractor).missing()})
-
-    def _facts(self, extractor: Extractor) -> dict[str, Any]:
+    def _facts(self, network: FeatureNetwork) -> dict[str, Any]:
         return {
             'images': self.images.identity,
             'chosen': hashlib.sha256(json.dumps(sorted(self.wanted)).encode()).hexdigest(),
             'count': len(self.wanted),
-            'extractor': extractor.name,
-            'sha256': extractor.sha256,
+            'extractor': network.name,
+            'sha256': network.sha256,
             'resolution': self.resolution,
             'resize': SQUARE,
             'batch': self.batch,
         }
 
 
-def pixels(image: RealImage, resolution: int, where: str) -> Tensor:
-    """(3, R, R) uint8 as training sees it.
-
-    Raises:
-        DataError: it cannot be decoded.
-    """
-    try:
-        return covered(image.content, resolution, resolution)[0]
-    except ImageError as error:
-        raise DataError(f'{where}: {image.key}: {error}; remove it, or convert the images, which leaves such ones out') from error
-
-
-SUFFIXES_OF_STATISTICS = ('.npz', '.safetensors')
-PUBLISHED = 'inception'  # feature of published statistics: pytorch-fid's mu and sigma
-
-
 @dataclass(frozen=True)
 class Statistics:
-    """Statistics of real images, from a file.
+    """Statistics of real images, from a file."""
 
-    Attributes:
-        where: the file.
-        identity: its SHA-256.
-        gaussians: by feature.
-        facts: of the evaluation that saved it; empty for a published file, which does not say.
-    """
-
-    where: str
-    identity: str
-    gaussians: Mapping[str, Gaussian]
-    facts: Mapping[str, Any]
+    where: Path
+    gaussians: Mapping[str, Gaussian]  # by feature
+    facts: Mapping[str, Any]  # of the evaluation that saved it; empty for a published file, which does not say
 
     @property
-    def count(self) -> int:
-        """Images; 0 if the file does not say."""
-        return max(one.count for one in self.gaussians.values())
+    def identity(self) -> dict[str, Any]:
+        """Its description in a protocol; the count of images is 0 if the file does not say."""
+        return {'kind': 'statistics', 'identity': sha256_of(self.where), 'count': max(one.count for one in self.gaussians.values())}
 
-    def refuse_other(self, resolution: int, extractors: Sequence[Extractor]) -> None:
+    def refuse_other(self, resolution: int, networks: Sequence[FeatureNetwork]) -> None:
         """Raises InputError: they are of images of another resolution, or of networks with other weights or features."""
         if self.facts.get('resolution', resolution) != resolution:
             raise InputError(f'{self.where}: is of images of {self.facts["resolution"]} px; set --resolution {self.facts["resolution"]}')
-        for extractor in extractors:
-            saved = self.facts.get('extractors', {}).get(extractor.name, extractor.sha256)
-            if saved != extractor.sha256:
-                differing = f'{brief(saved)}, here {brief(extractor.sha256)}'
-                raise InputError(f'{self.where}: was made with other weights of {extractor.name} ({differing}); take the same, or the images')
-            for feature, dimension in extractor.features.items():
+        for network in networks:
+            saved = self.facts.get('extractors', {}).get(network.name, network.sha256)
+            if saved != network.sha256:
+                differing = f'{brief(saved)}, here {brief(network.sha256)}'
+                raise InputError(f'{self.where}: was made with other weights of {network.name} ({differing}); take the same, or the images')
+            for feature, dimension in network.features.items():
                 if feature in self.gaussians and len(self.gaussians[feature].mean) != dimension:
                     held = f'{counted(len(self.gaussians[feature].mean), "number")} a mean, and {feature} has {dimension:,}'
                     raise InputError(f'{self.where}: holds {held}; name the statistics of that network, or the images')
@@ -222,24 +192,31 @@ def save_statistics(path: Path, features: Mapping[str, Callable[[], Tensor]], fa
 
 
 def read_statistics(path: Path) -> Statistics:
-    """A file that --save-statistics wrote, or an npz with `mu` and `sigma` (and `n`, if it says how many images).
+    """Read a file that --save-statistics wrote, or an npz with `mu` and `sigma` (and `n`, if it says how many images).
 
     Raises:
         DataError: it is something else, or holds pickled objects.
     """
-    published = path.suffix == '.npz'
     if not path.is_file():
         raise DataError(f'{path}: no such file')
+    published = path.suffix == '.npz'
     try:
-        gaussians, facts = (_read_published if published else _read_own)(path)
+        if published:
+            return Statistics(path, _read_published(path), {})
+        with safe_open(path, 'pt') as file:
+            facts = json.loads(file.metadata()['facts'])
+            gaussians = {
+                name: Gaussian(file.get_tensor(f'{name}/mean'), file.get_tensor(f'{name}/covariance'), count)
+                for name, count in facts['counts'].items()
+            }
+        return Statistics(path, gaussians, facts)
     except Exception as error:  # numpy's, zip's, safetensors'
         wanted = 'it has to hold mu (D) and sigma (D, D) as plain arrays' if published else '--save-statistics writes it'
         reason = str(error) if isinstance(error, DataError) else 'is damaged, or holds something else' if published else first_line(error)
         raise DataError(f'{path}: cannot be read as statistics: {reason}; {wanted}') from error
-    return Statistics(str(path), sha256_of(path), gaussians, facts)
 
 
-def _read_published(path: Path) -> tuple[dict[str, Gaussian], dict[str, Any]]:
+def _read_published(path: Path) -> dict[str, Gaussian]:
     with zipfile.ZipFile(path) as archive:  # np.load takes other files for pickles
         lacking = [name for name in ('mu', 'sigma') if f'{name}.npy' not in archive.namelist()]
     if lacking:
@@ -251,26 +228,7 @@ def _read_published(path: Path) -> tuple[dict[str, Gaussian], dict[str, Any]]:
         raise DataError(f'mu has the shape {tuple(mean.shape)}, sigma {tuple(covariance.shape)}')
     if not (mean.isfinite().all() and covariance.isfinite().all()):
         raise DataError('mu or sigma holds numbers that are not finite')
-    return {PUBLISHED: Gaussian(mean, covariance, count)}, {}
-
-
-def _read_own(path: Path) -> tuple[dict[str, Gaussian], dict[str, Any]]:
-    with safe_open(path, 'pt') as file:
-        facts = json.loads(file.metadata()['facts'])
-        found = {
-            name: Gaussian(file.get_tensor(f'{name}/mean'), file.get_tensor(f'{name}/covariance'), count) for name, count in facts['counts'].items()
-        }
-    return found, facts
-
-
-COLUMNS = {
-    'key': ('str', 'id of the prompt'),
-    'url': ('str', 'empty: the image was drawn'),
-    'caption': ('str', 'the prompt'),
-    'image': ('bytes', 'PNG'),
-    'width': ('int32', 'pixels'),
-    'height': ('int32', 'pixels'),
-}
+    return {PUBLISHED: Gaussian(mean, covariance, count)}
 
 
 def keep_chunk(folder: Path, number: int, chunk: Sequence[Prompt], images: Tensor) -> dict[str, Any]:
@@ -279,17 +237,15 @@ def keep_chunk(folder: Path, number: int, chunk: Sequence[Prompt], images: Tenso
 
     place = folder / f'{number:05d}'
     place.parent.mkdir(parents=True, exist_ok=True)
+    height, width = images.shape[2:]
     with replacing_folder(place) as temporary, tempfile.TemporaryDirectory(dir=folder, prefix='.write-') as scratch:
         out = Path(scratch, 'shard')
         encodings = {name: encoding for name, (encoding, _) in COLUMNS.items()}
         with MDSWriter(out=str(out), columns=encodings, hashes=[HASH], size_limit=None, progress_bar=False) as writer:
-            for prompt, image in zip(chunk, images, strict=False):  # the padding is left out by the caller
-                content = io.BytesIO()
-                to_pil(image).save(content, 'png')
-                height, width = image.shape[1:]
-                writer.write(
-                    {'key': str(prompt.id), 'url': '', 'caption': prompt.text, 'image': content.getvalue(), 'width': width, 'height': height}
-                )
+            for prompt, image in zip(chunk, images, strict=True):
+                png = io.BytesIO()
+                to_pil(image).save(png, 'png')
+                writer.write({'key': str(prompt.id), 'url': '', 'caption': prompt.text, 'image': png.getvalue(), 'width': width, 'height': height})
         (entry,) = parse_json((out / INDEX_NAME).read_text())['shards']
         (out / entry['raw_data']['basename']).rename(temporary / entry['raw_data']['basename'])
     entry['raw_data']['basename'] = f'{place.name}/{entry["raw_data"]["basename"]}'

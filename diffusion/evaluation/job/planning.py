@@ -24,33 +24,32 @@ ASSUMED_SHARE = 0.4  # of a device's peak
 SIDE = 1024  # of the matrices that measure it
 
 
-def plan_of(request: EvaluationRequest) -> EvaluationWork:
-    """Count one pass of the model's networks on the meta device, and multiply.
+def plan(request: EvaluationRequest) -> str:
+    """Return text for the terminal, from counting one pass of the model's networks on the meta device.
 
     Raises:
         InputError, EncoderError: there is no such model, or more images are asked for than there are prompts.
         DataError: the named data cannot be read.
     """
     model = find_model(request.model, request.out, request.revision, request.base)
-    resolution = request.choice('resolution', None) or model.resolution
-    pass_flop, decode_flop = count(model, resolution)
-    return EvaluationWork(
-        samples=_samples(request),
-        guidance=request.choice('guidance', DEFAULT_GUIDANCE),
-        steps=request.choice('steps', DEFAULT_STEPS),
-        pass_flop=pass_flop,
-        decode_flop=decode_flop,
-    )
-
-
-def _samples(request: EvaluationRequest) -> int:
-    """Images at each scale: checked where prompts or data are named, which a plan can do without."""
+    flop = count(model, request.choice('resolution', None) or model.resolution)
     if request.prompts is not None:
-        return num_samples(request, len(read_prompts_file(request.prompts)), str(request.prompts), 'prompt')
-    if not request.data or request.data.endswith(SUFFIXES_OF_STATISTICS):
-        return request.choice('samples', DEFAULT_SAMPLES)
-    images = open_images(request.data)
-    return num_samples(request, images.parts[-1], images.where, 'image')
+        samples = num_samples(request, len(read_prompts_file(request.prompts)), str(request.prompts), 'prompt')
+    elif not request.data or request.data.endswith(SUFFIXES_OF_STATISTICS):  # a plan can do without data
+        samples = request.choice('samples', DEFAULT_SAMPLES)
+    else:
+        images = open_images(request.data)
+        samples = num_samples(request, len(images), images.where, 'image')
+    work = EvaluationWork(samples, request.choice('guidance', DEFAULT_GUIDANCE), request.choice('steps', DEFAULT_STEPS), *flop)
+    hours = work.gpu_hours(ASSUMED_FLOP_PER_SEC)
+    return '\n'.join(
+        [
+            f'{counted(samples, "image")} at guidance {", ".join(f"{scale:g}" for scale in work.guidance)}, {counted(work.steps, "step")}',
+            f'{work.pass_flop / 1e12:,.3g} TFLOP a pass of the denoiser, {work.decode_flop / 1e12:,.3g} TFLOP to decode an image',
+            f'{work.flop:.2e} FLOP in all: {hours:,.3g} GPU-hours at an assumed {ASSUMED_FLOP_PER_SEC / 1e12:.0f} TFLOP/s '
+            '(40 % of the bf16 peak of an A100); feature networks are not counted',
+        ]
+    )
 
 
 def count(model: DrawingModel, resolution: int) -> tuple[int, int]:
@@ -98,14 +97,3 @@ def flop_per_sec(device: torch.device) -> float:
             times.append(time.monotonic() - start)
         peak = 2 * SIDE**3 / min(times)
     return ASSUMED_SHARE * peak
-
-
-def text_of(work: EvaluationWork) -> str:
-    """A page for the terminal."""
-    lines = [
-        f'{counted(work.samples, "image")} at guidance {", ".join(f"{scale:g}" for scale in work.guidance)}, {counted(work.steps, "step")}',
-        f'{work.pass_flop / 1e12:,.3g} TFLOP a pass of the denoiser, {work.decode_flop / 1e12:,.3g} TFLOP to decode an image',
-        f'{work.flop:.2e} FLOP in all: {work.gpu_hours(ASSUMED_FLOP_PER_SEC):,.3g} GPU-hours at an assumed {ASSUMED_FLOP_PER_SEC / 1e12:.0f} TFLOP/s '
-        '(40 % of the bf16 peak of an A100); feature networks are not counted',
-    ]
-    return '\n'.join(lines)

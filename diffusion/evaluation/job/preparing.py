@@ -5,14 +5,19 @@ OUT/drawn/3.0/00000.safetensors  features of the images of a chunk at guidance 3
 OUT/images/3.0/00000/            the images themselves with --keep-images, an MDS shard
 OUT/samples/3.0/000017.png       the first images, for the page
 OUT/evaluation.json              the result, when all parts are there
+
+The subject of a fine-tuning is scored as in DreamBooth: is it the subject (CLIP-I, DINO), does it do what the prompt says (CLIP-T)? The model before
+fine-tuning is the floor. Prompts hold `{}` where the subject is named: by its made-up word for the fine-tuned model, by its class for the model
+before and for CLIP, to which the word means nothing.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +27,7 @@ from diffusion.common.storage import LocalFolder
 from diffusion.common.text import brief, counted, differences
 from diffusion.contracts.errors import InputError
 from diffusion.datasets.transforms import SQUARE
-from diffusion.evaluation.features.extractors import EMBEDDING, Extractor, TextExtractor, load_extractors
+from diffusion.evaluation.features.networks import EMBEDDING, FeatureNetwork, load_extractors
 from diffusion.evaluation.job.images import (
     CAPTION_CHOICE,
     CHOSEN_BY,
@@ -30,22 +35,18 @@ from diffusion.evaluation.job.images import (
     Prompt,
     RealImages,
     captions_as_prompts,
-    chosen_ids,
     open_images,
-    prompts_sha256,
     read_prompts_file,
 )
 from diffusion.evaluation.job.models import ASKED, EXPORTED, DrawingModel, chunks_of, draw_chunk, find_model, refuse_absent
 from diffusion.evaluation.job.parts import SUFFIXES_OF_STATISTICS, FeatureParts, RealFeatures, Statistics, read_statistics
 from diffusion.evaluation.job.request import DEFAULT_GUIDANCE, DEFAULT_METRICS, DEFAULT_SAMPLES, DEFAULT_STEPS, EvaluationRequest
-from diffusion.evaluation.job.results import PHOTOS, Protocol, Value
-from diffusion.evaluation.metrics.distances import Estimate, photo_fidelity, prompt_fidelity, subject_fidelity
+from diffusion.evaluation.job.results import PHOTOS, Protocol
 from diffusion.evaluation.metrics.figures import METRICS, Metric, find_metric
 from diffusion.families.pipeline import precision_on
 from diffusion.recipe.catalog import MIN_IMAGES
 
 BEGUN = 'evaluating.json'
-NUM_SHOWN = 64  # images of each guidance scale that are kept for the page
 FLOOR = 'base'  # folder in OUT: of a subject, the same of the model before fine-tuning
 BEFORE_BEGUN = (ASKED, EXPORTED, FLOOR)  # may be in OUT before the protocol is known
 FALLBACK = 'random-conv'  # finds neighbours where no metric's network can; needs no weights
@@ -55,7 +56,7 @@ NETWORKS_OF_SUBJECTS = ('clip-vit-l14', 'dino-vits16')
 IMAGES_PER_PROMPT = 4  # as DreamBooth draws
 DEFAULT_GUIDANCE_OF_SUBJECTS = (7.5,)
 PLACE = '{}'
-MEANINGS = {
+MEANINGS = {  # of the metrics of a subject
     'clip_i': 'mean cosine of drawn images and photos by CLIP: the kind of subject',
     'dino': 'mean cosine of drawn images and photos by DINO: which one of its kind it is',
     'clip_t': 'mean cosine of drawn images and their prompts, with the class in place of the word, by CLIP',
@@ -64,28 +65,25 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class EvaluationJob:
-    """An evaluation that can begin: what all of its processes have to agree on, and what they need.
-
-    Attributes:
-        out: folder on a disk that all processes share.
-        model: what draws.
-        prompts: what is drawn, at each guidance scale.
-        metrics: by the name that was asked for.
-        real: what drawn images are compared with: their features, statistics, or None if no metric needs any.
-        known: features of other images among which neighbours are looked for, by `neighbour` alone; None: those of `real`.
-        neighbour: the network whose features say what is similar; None without images to look among.
-    """
+    """An evaluation that can begin: what all of its processes have to agree on, and what they need."""
 
     request: EvaluationRequest
-    out: Path
+    out: Path  # on a disk that all processes share
     protocol: Protocol
     model: DrawingModel
-    prompts: Sequence[Prompt]
-    metrics: Mapping[str, Metric]
-    extractors: Sequence[Extractor]
-    real: RealFeatures | Statistics | None = None
-    known: RealFeatures | None = None
-    neighbour: Extractor | None = None
+    prompts: Sequence[Prompt]  # what is drawn, at each guidance scale
+    metrics: Mapping[str, Metric]  # by the name that was asked for; none of a subject
+    networks: Sequence[FeatureNetwork]
+    real: RealFeatures | Statistics | None = None  # what drawn images are compared with, if anything
+    known: RealFeatures | None = None  # other images among which neighbours are looked for, by `neighbour` alone; None: those of `real`
+    neighbour: FeatureNetwork | None = None  # its features say what is similar; None without images to look among
+    kinds: Sequence[str] = ()  # of a subject, what its prompts say with the class in place of the word, each once
+    floor: 'EvaluationJob | None' = None  # of a subject, the same of the model before fine-tuning, if that is known
+
+    @property
+    def both(self) -> list['EvaluationJob']:
+        """Jobs that draw: this one, and that of the model before fine-tuning."""
+        return [self, *([self.floor] if self.floor is not None else [])]
 
     @cached_property
     def chunks(self) -> list[list[Prompt]]:
@@ -97,9 +95,9 @@ class EvaluationJob:
         return self.model.open(self.protocol.sampler)
 
     @property
-    def real_parts(self) -> list[tuple[RealFeatures, list[Extractor]]]:
+    def real_parts(self) -> list[tuple[RealFeatures, list[FeatureNetwork]]]:
         """Real images, and the networks whose features of them are needed."""
-        found = [(self.real, list(self.extractors))] if isinstance(self.real, RealFeatures) else []
+        found = [(self.real, list(self.networks))] if isinstance(self.real, RealFeatures) else []
         if self.known is not None and self.neighbour is not None:
             found.append((self.known, [self.neighbour]))
         return found
@@ -116,7 +114,7 @@ class EvaluationJob:
             return
         then = read_json(self.out / BEGUN, dict[str, Any], InputError, 'name another OUT')
         rows = differences({'then': then, 'now': settings})
-        differing = '; '.join(f'{field.removeprefix("protocol.")} {brief(old)}, now {brief(new)}' for field, old, new in rows)
+        differing = '; '.join(f'{name.removeprefix("protocol.")} {brief(old)}, now {brief(new)}' for name, old, new in rows)
         raise InputError(f'{self.out}: was begun with {differing}; name another OUT, or repeat the earlier options')
 
     def drawn(self, guidance: float) -> FeatureParts:
@@ -149,13 +147,19 @@ class EvaluationJob:
         return draw_chunk(self.pipeline, self.model.family, chunk, protocol.seed, guidance, protocol.steps, protocol.resolution, protocol.precision)
 
 
-def refuse_foreign(out: Path) -> None:
-    """Raises InputError: OUT holds something else than an evaluation."""
-    if (out / BEGUN).exists() or not out.exists():
-        return
-    foreign = [name for name in LocalFolder(str(out)).files() if name.split('/')[0] not in BEFORE_BEGUN] if out.is_dir() else [out.name]
-    if foreign and not (out / BEGUN).exists():  # asked again: another process may have begun just now
-        raise InputError(f'{out}: holds something else already ({", ".join(foreign[:3])}); name a new or empty folder')
+@dataclass(frozen=True)
+class DrawingTask:
+    """Images to draw and what to compare them with, before any network is opened; `described` and `identity` are the protocol's words for them."""
+
+    prompts: Sequence[Prompt]
+    described: dict[str, str]
+    identity: dict[str, Any]
+    networks: Sequence[str]
+    images: RealImages | None = None
+    ids: Sequence[int] = ()
+    statistics: Statistics | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    kinds: Sequence[str] = ()
 
 
 def prepare(request: EvaluationRequest, device: torch.device) -> EvaluationJob:
@@ -164,51 +168,33 @@ def prepare(request: EvaluationRequest, device: torch.device) -> EvaluationJob:
     Raises:
         InputError, DataError, EncoderError, CheckpointError: wrong input, with the remedy.
     """
-    refuse_foreign(request.out)
+    out = request.out
+    if out.exists() and not (out / BEGUN).exists():
+        foreign = [name for name in LocalFolder(str(out)).files() if name.split('/')[0] not in BEFORE_BEGUN] if out.is_dir() else [out.name]
+        if foreign and not (out / BEGUN).exists():  # asked again: another process may have begun just now
+            raise InputError(f'{out}: holds something else already ({", ".join(foreign[:3])}); name a new or empty folder')
     refuse_absent(request.model, request.revision)
-    metrics = {name: find_metric(name) for name in request.choice('metrics', DEFAULT_METRICS)}
-    images = statistics = None
-    if request.data.endswith(SUFFIXES_OF_STATISTICS):
-        statistics = read_statistics(Path(request.data))
-        _refuse_statistics(statistics, metrics, request)
-    else:
-        images = open_images(request.data)
-    cache = request.cache or request.out.absolute().parent / CACHE
-    samples, prompts, described = _prompts(request, images, cache)
-    if samples < MIN_IMAGES:
-        what = 'the least that can be scored; figures that compare need thousands'
-        raise InputError(f'{counted(samples, "image")} to draw: too few, {MIN_IMAGES} are {what}. Raise --samples, or name more images or prompts')
-    for metric in metrics.values():
-        if metric.check_captions is not None:
-            metric.check_captions([prompt.text for prompt in prompts])
-    names = list(dict.fromkeys(metric.extractor for metric in metrics.values()))
-    has_known = images is not None or request.training is not None
-    if has_known and not any(name in EMBEDDING for name in names):
-        names.append(FALLBACK)
-    extractors = load_extractors(names, request.weights, device, request.download)
-    digests = {extractor.name: extractor.sha256 for extractor in extractors}
-    model = find_model(request.model, request.out, request.revision, request.base)  # last: it may export a checkpoint into OUT
+    cache = request.cache or out.absolute().parent / CACHE
+    is_subject = request.subject is not None
+    comparison = _with_photos(request) if is_subject else _with_real(request, cache)
+    networks = load_extractors(comparison.networks, request.weights, device, request.download)
+    model = find_model(request.model, out, request.revision, request.base)  # last: it may export a checkpoint into OUT
+    base = _base_of(model, request) if is_subject else None
     resolution = request.choice('resolution', None) or model.resolution
     if resolution % model.downsampling:
         raise InputError(f'--resolution {resolution}: has to be a multiple of {model.downsampling}, the downsampling of the VAE')
     sampler = request.choice('sampler', None) or model.sampler
     model.scheduler(sampler)
+    if comparison.statistics is not None:
+        comparison.statistics.refuse_other(resolution, networks)
     real = None
-    if statistics is not None:
-        statistics.refuse_other(resolution, extractors)
-        identity = {'kind': 'statistics', 'identity': statistics.identity, 'count': statistics.count}
-    else:
-        assert images is not None
-        ids = chosen_ids(images, min(samples, images.parts[-1]), request.seed)
-        if len(ids) < MIN_IMAGES:
-            raise InputError(f'{images.where}: holds {counted(len(ids), "image")}, too few to compare with; at least {MIN_IMAGES} are needed')
-        real = RealFeatures(images, ids, resolution, request.chunk, cache)
-        identity = {'kind': 'images', 'identity': images.identity, 'count': len(ids), 'chosen': CHOSEN_BY}
+    if comparison.images is not None:
+        real = RealFeatures(comparison.images, comparison.ids, resolution, request.chunk, cache)
     protocol = Protocol(
         preset='' if request.changes else request.protocol or '',
-        metrics=tuple(metrics),
-        samples=samples,
-        guidance=tuple(sorted(request.choice('guidance', DEFAULT_GUIDANCE))),
+        metrics=tuple(MEANINGS) if is_subject else tuple(comparison.metrics),
+        samples=len(comparison.prompts),
+        guidance=tuple(sorted(request.choice('guidance', DEFAULT_GUIDANCE_OF_SUBJECTS if is_subject else DEFAULT_GUIDANCE))),
         steps=request.choice('steps', DEFAULT_STEPS),
         sampler=sampler,
         seed=request.seed,
@@ -216,32 +202,96 @@ def prepare(request: EvaluationRequest, device: torch.device) -> EvaluationJob:
         chunk=request.chunk,
         precision=request.precision or precision_on(device),
         resize=SQUARE,
-        extractors=digests,
-        prompts=described,
-        real=identity,
+        extractors={network.name: network.sha256 for network in networks},
+        prompts=comparison.described,
+        real=comparison.identity,
     )
-    embedding = [one for one in extractors if one.name in EMBEDDING]
-    neighbour = next((one for one in embedding if isinstance(one, TextExtractor)), embedding[0]) if has_known else None
+    job = EvaluationJob(
+        request, out, protocol, model, comparison.prompts, comparison.metrics, networks, comparison.statistics or real, kinds=comparison.kinds
+    )
+    if is_subject and base is not None:
+        kinds = [Prompt(i, comparison.kinds[i % len(comparison.kinds)]) for i in range(len(job.prompts))]
+        return replace(
+            job, floor=replace(job, out=out / FLOOR, protocol=replace(protocol, sampler=base.sampler), model=base, prompts=kinds, real=None)
+        )
+    if is_subject or (real is None and request.training is None):
+        return job
     known = None
     if request.training is not None:
         others = open_images(request.training)
-        known = RealFeatures(others, chosen_ids(others, min(others.parts[-1], MAX_KNOWN), request.seed), resolution, request.chunk, cache)
-    return EvaluationJob(request, request.out, protocol, model, prompts, metrics, extractors, statistics or real, known, neighbour)
+        known = RealFeatures(others, others.chosen(min(len(others), MAX_KNOWN), request.seed), resolution, request.chunk, cache)
+    embedding = [network for network in networks if network.name in EMBEDDING]
+    return replace(job, known=known, neighbour=next((network for network in embedding if EMBEDDING[network.name].texts), embedding[0]))
 
 
-def _prompts(request: EvaluationRequest, images: RealImages | None, cache: Path) -> tuple[int, list[Prompt], dict[str, str]]:
-    """Return the number of images, their prompts, and the protocol's description of them."""
+def _with_real(request: EvaluationRequest, cache: Path) -> DrawingTask:
+    """Compare with the images or statistics that --data names."""
+    metrics = {name: find_metric(name) for name in request.choice('metrics', DEFAULT_METRICS)}
+    images = statistics = None
+    if request.data.endswith(SUFFIXES_OF_STATISTICS):
+        statistics = read_statistics(Path(request.data))
+        for name, metric in metrics.items():
+            if metric.needs_real and metric.score is not METRICS['fid'].score:
+                raise InputError(f'{request.data}: holds statistics, and {name} needs the images themselves; leave it out, or name them as --data')
+            if metric.needs_real and metric.feature not in statistics.gaussians:
+                has = ', '.join(statistics.gaussians)
+                raise InputError(f'{request.data}: has no statistics of {metric.feature}, which {name} needs; it has {has}')
+    else:
+        images = open_images(request.data)
     if request.prompts is not None:
         lines = read_prompts_file(request.prompts)
-        samples = num_samples(request, len(lines), str(request.prompts), 'prompt')
-        chosen = lines[:samples]
-        return samples, chosen, {'from': 'file', 'choice': 'its first lines', 'sha256': prompts_sha256(chosen)}
-    if images is None:
+        prompts, source = lines[: num_samples(request, len(lines), str(request.prompts), 'prompt')], {'from': 'file', 'choice': 'its first lines'}
+    elif images is None:
         raise InputError(f'{request.data}: statistics have no captions to draw; name --prompts FILE')
-    samples = num_samples(request, images.parts[-1], images.where, 'image')
-    ids = chosen_ids(images, samples, request.seed)
-    prompts = captions_as_prompts(images, ids, request.seed, cache)
-    return samples, prompts, {'from': 'captions', 'choice': CAPTION_CHOICE, 'sha256': prompts_sha256(prompts)}
+    else:
+        ids = images.chosen(num_samples(request, len(images), images.where, 'image'), request.seed)
+        prompts, source = captions_as_prompts(images, ids, request.seed, cache), {'from': 'captions', 'choice': CAPTION_CHOICE}
+    if len(prompts) < MIN_IMAGES:
+        what = 'the least that can be scored; figures that compare need thousands'
+        drawn = counted(len(prompts), 'image')
+        raise InputError(f'{drawn} to draw: too few, {MIN_IMAGES} are {what}. Raise --samples, or name more images or prompts')
+    for metric in metrics.values():
+        if metric.check_captions is not None:
+            metric.check_captions([prompt.text for prompt in prompts])
+    networks = list(dict.fromkeys(metric.extractor for metric in metrics.values()))
+    if (images is not None or request.training is not None) and not any(name in EMBEDDING for name in networks):
+        networks.append(FALLBACK)
+    described = {**source, 'sha256': _sha256_of(prompts)}
+    if images is None:
+        assert statistics is not None
+        return DrawingTask(prompts, described, statistics.identity, networks, statistics=statistics, metrics=metrics)
+    ids = images.chosen(min(len(prompts), len(images)), request.seed)
+    if len(ids) < MIN_IMAGES:
+        raise InputError(f'{images.where}: holds {counted(len(ids), "image")}, too few to compare with; at least {MIN_IMAGES} are needed')
+    identity = {'kind': 'images', 'identity': images.identity, 'count': len(ids), 'chosen': CHOSEN_BY}
+    return DrawingTask(prompts, described, identity, networks, images, ids, metrics=metrics)
+
+
+def _with_photos(request: EvaluationRequest) -> DrawingTask:
+    """Compare with the photos of a subject."""
+    if request.prompts is None or not request.word or not request.class_word:
+        raise InputError('--subject needs --prompts FILE with {} where the subject is named, --word "sks dog" and --class-word dog')
+    without_effect = [name for name in ('protocol', 'metrics', 'training', 'save_statistics') if getattr(request, name) is not None]
+    if without_effect:
+        names = ', '.join(f'--{name.replace("_", "-")}' for name in without_effect)
+        raise InputError(f'--subject has metrics of its own, CLIP-I, DINO and CLIP-T of all photos; leave out {names}')
+    lines = [prompt.text for prompt in read_prompts_file(request.prompts)]
+    without = [line for line in lines if PLACE not in line]
+    if without:
+        raise InputError(f'{request.prompts}: {without[0]!r} does not say where the subject is; write {PLACE} in its place')
+    photos = open_images(str(request.subject))
+    if not isinstance(photos, FolderImages):
+        raise InputError(f'{request.subject}: is an MDS dataset; name the folder of the photos')
+    count = request.samples or IMAGES_PER_PROMPT * len(lines)
+    prompts = [Prompt(i, lines[i % len(lines)].replace(PLACE, request.word)) for i in range(count)]
+    described = {'from': 'file', 'choice': 'its lines in turn', 'sha256': _sha256_of(prompts), 'class': request.class_word}
+    identity = {'kind': PHOTOS, 'identity': photos.identity, 'count': len(photos)}
+    kinds = [line.replace(PLACE, request.class_word) for line in lines]
+    return DrawingTask(prompts, described, identity, NETWORKS_OF_SUBJECTS, photos, range(len(photos)), kinds=kinds)
+
+
+def _sha256_of(prompts: Sequence[Prompt]) -> str:
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
 
 
 def num_samples(request: EvaluationRequest, available: int, where: str, noun: str) -> int:
@@ -259,112 +309,8 @@ def num_samples(request: EvaluationRequest, available: int, where: str, noun: st
     return asked
 
 
-def _refuse_statistics(statistics: Statistics, metrics: Mapping[str, Metric], request: EvaluationRequest) -> None:
-    """Raises InputError: a metric needs the images, or the feature is not in the file."""
-    for name, metric in metrics.items():
-        if metric.needs_real and metric.score is not METRICS['fid'].score:
-            raise InputError(f'{request.data}: holds statistics, and {name} needs the images themselves; leave it out, or name them as --data')
-        if metric.needs_real and metric.feature not in statistics.gaussians:
-            raise InputError(f'{request.data}: has no statistics of {metric.feature}, which {name} needs; it has {", ".join(statistics.gaussians)}')
-
-
-class SubjectEvaluation:
-    """DreamBooth: is it the subject (CLIP-I, DINO), does it do what the prompt says (CLIP-T)? The model before fine-tuning is the floor.
-
-    Prompts hold `{}` where the subject is named: by its made-up word for the fine-tuned model, by its class for the model before and for CLIP, to
-    which the word means nothing.
-
-    Args:
-        request: with `subject`, `word`, `class_word` and `prompts`.
-
-    Raises:
-        InputError: a prompt without a place for the subject, no photos, no such model.
-        EncoderError: weights of a feature network are missing.
-    """
-
-    def __init__(self, request: EvaluationRequest, device: torch.device):
-        assert request.subject is not None
-        if request.prompts is None or not request.word or not request.class_word:
-            raise InputError('--subject needs --prompts FILE with {} where the subject is named, --word "sks dog" and --class-word dog')
-        refuse_foreign(request.out)
-        refuse_absent(request.model, request.revision)
-        lines = [prompt.text for prompt in read_prompts_file(request.prompts)]
-        without = [line for line in lines if PLACE not in line]
-        if without:
-            raise InputError(f'{request.prompts}: {without[0]!r} does not say where the subject is; write {PLACE} in its place')
-        photos = open_images(str(request.subject))
-        if not isinstance(photos, FolderImages):
-            raise InputError(f'{request.subject}: is an MDS dataset; name the folder of the photos')
-        self.clip, self.dino = load_extractors(NETWORKS_OF_SUBJECTS, request.weights, device, request.download)
-        model = find_model(request.model, request.out, request.revision, request.base)  # last: it may export a checkpoint into OUT
-        base = _base_of(model, request)
-        resolution = request.resolution or model.resolution
-        count = request.samples or IMAGES_PER_PROMPT * len(lines)
-        cache = request.cache or request.out.absolute().parent / CACHE
-        self.photos = RealFeatures(photos, range(photos.parts[-1]), resolution, request.chunk, cache)
-        self.kinds = [line.replace(PLACE, request.class_word) for line in lines]
-        prompts = [Prompt(i, lines[i % len(lines)].replace(PLACE, request.word)) for i in range(count)]
-        protocol = Protocol(
-            preset='',
-            metrics=tuple(MEANINGS),
-            samples=count,
-            guidance=tuple(sorted(request.guidance or DEFAULT_GUIDANCE_OF_SUBJECTS)),
-            steps=request.steps or DEFAULT_STEPS,
-            sampler=request.sampler or model.sampler,
-            seed=request.seed,
-            resolution=resolution,
-            chunk=request.chunk,
-            precision=request.precision or precision_on(device),
-            resize=SQUARE,
-            extractors={one.name: one.sha256 for one in (self.clip, self.dino)},
-            prompts={'from': 'file', 'choice': 'its lines in turn', 'sha256': prompts_sha256(prompts), 'class': request.class_word},
-            real={'kind': PHOTOS, 'identity': photos.identity, 'count': photos.parts[-1]},
-        )
-        networks = (self.clip, self.dino)
-        self.tuned, self.floor = EvaluationJob(request, request.out, protocol, model, prompts, {}, networks, self.photos), None
-        if base is not None:
-            of_class = [Prompt(i, self.kinds[i % len(lines)]) for i in range(count)]
-            self.floor = EvaluationJob(request, request.out / FLOOR, replace(protocol, sampler=base.sampler), base, of_class, {}, networks)
-
-    @property
-    def jobs(self) -> list[EvaluationJob]:
-        """Jobs that draw: the model's, and the one's before fine-tuning if it is known."""
-        return [self.tuned, *([self.floor] if self.floor is not None else [])]
-
-    def metrics(self, guidance: float) -> dict[str, Value]:
-        """Compute all three at a guidance scale; `floor` is of the model before fine-tuning, `ceiling` of the photos among themselves."""
-        found = self._of(self.tuned, guidance)
-        floor = self._of(self.floor, guidance) if self.floor is not None else {}
-        ceiling = {name: photo_fidelity(self._photos(one)).value for name, one in (('clip_i', self.clip), ('dino', self.dino))}
-        values: dict[str, Value] = {}
-        for name, estimate in found.items():
-            value = {'value': estimate.value, 'error': estimate.error, 'meaning': MEANINGS[name], 'lower_is_better': False}
-            value |= {'floor': floor[name].value} if name in floor else {}
-            value |= {'ceiling': ceiling[name]} if name in ceiling and self.photos.images.parts[-1] > 1 else {}
-            values[name] = cast(Value, {**value, 'extractor': (self.dino if name == 'dino' else self.clip).name})
-        return values
-
-    def _of(self, job: EvaluationJob, guidance: float) -> dict[str, Estimate]:
-        clip, dino = (job.drawn(guidance).load(next(iter(one.features))) for one in (self.clip, self.dino))
-        assert isinstance(self.clip, TextExtractor)
-        texts = self.clip.texts(self.kinds).float().cpu()
-        prompts = texts[torch.arange(len(clip)) % len(texts)]
-        return {
-            'clip_i': subject_fidelity(clip, self._photos(self.clip)),
-            'dino': subject_fidelity(dino, self._photos(self.dino)),
-            'clip_t': prompt_fidelity(clip, prompts),
-        }
-
-    def _photos(self, extractor: Extractor) -> Tensor:
-        return self.photos.parts_of(extractor).load(next(iter(extractor.features)))
-
-
 def _base_of(model: DrawingModel, request: EvaluationRequest) -> DrawingModel | None:
-    """The model before fine-tuning: what --base names, or what an exported adapter, merged or not, belongs to; None if nothing says.
-
-    Raises:
-        InputError: it is not there.
-    """
+    """The model before fine-tuning: what --base names, or what an exported adapter, merged or not, belongs to; None if nothing says."""
     base = model.facts.get('base')
     if request.base is not None:
         return find_model(request.base, request.out / FLOOR)

@@ -1,4 +1,4 @@
-"""Requests of an evaluation: the options of diffusion.evaluate, and presets of them that follow published evaluations. Needs no torch."""
+"""Options of diffusion.evaluate and diffusion.reconstruct, and presets of them that follow published evaluations. Needs no torch."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -25,22 +25,16 @@ OF_COMPARISON = 'comparing finished evaluations, without MODEL and other options
 
 @dataclass(frozen=True)
 class Preset:
-    """Options of the command that together follow a published evaluation, or this project's own.
+    """Options of the command that together follow a published evaluation, or this project's own."""
 
-    Attributes:
-        source: who evaluates like this, and where it differs from ours.
-        sampler: as in Protocol, in place of the model's own; None keeps that.
-        targets: values that a published benchmark asks for, by the metric.
-    """
-
-    source: str
+    source: str  # who evaluates like this, and where it differs from ours
     metrics: tuple[str, ...]
     samples: int
     guidance: tuple[float, ...]
     steps: int
     resolution: int | None = None
-    sampler: str | None = None
-    targets: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    sampler: str | None = None  # as in Protocol; None: the model's own
+    targets: Mapping[str, float] = dataclasses.field(default_factory=dict)  # that a published benchmark asks for, by the metric
 
 
 PRESETS = {
@@ -120,7 +114,7 @@ class EvaluationRequest(Arguments):
     precision: Precision | None = option(None, 'of the denoiser (default: bf16 on a GPU, fp32 without one)', group=OF_PROTOCOL)
     prompts: Path | None = option(None, "a prompt a line, in place of the dataset's captions", 'FILE', group=OF_PROTOCOL)
 
-    compare: list[Path] = option([], 'folders with evaluation.json', 'OUT', group=OF_COMPARISON, several=True)
+    compare: list[Path] = option([], 'folders with evaluation.json or reconstruction.json', 'OUT', group=OF_COMPARISON, several=True)
     page: Path | None = option(None, 'the page about them, one HTML file', 'FILE', group=OF_COMPARISON)
 
     @model_validator(mode='after')
@@ -149,5 +143,25 @@ class EvaluationRequest(Arguments):
 class ComparisonRequest(Arguments):
     """Finished evaluations to compare."""
 
-    compare: list[Path] = option(..., 'folders with evaluation.json', 'OUT', several=True)
+    compare: list[Path] = option(..., 'folders with evaluation.json or reconstruction.json', 'OUT', several=True)
     page: Path = option(..., 'the page, one HTML file', 'FILE')
+
+
+class ReconstructionRequest(Arguments):
+    """Autoencoders to score, images and figures."""
+
+    vaes: list[str] = positional('VAE', 'folder of an AutoencoderKL, or with one in vae/; several are compared')
+    data: str = option(..., 'image MDS (folder or URL), or folder of images', 'IMAGES')
+    out: Path = option(..., 'folder for the result; an earlier result there is replaced', 'OUT')
+    resolution: SidePx | None = option(None, 'side of the square images (default: as the first, at most 256)', 'PX')
+    samples: PositiveInt | None = option(None, 'images (default: all, at most 30000)', 'N')
+    metrics: Names = option(
+        ('psnr', 'ssim', 'lpips', 'fid'),
+        'psnr, ssim, lpips, fid, fid_clean; lpips@random-conv and fid@NETWORK take other features, such as fid@random-conv '
+        '(default: psnr,ssim,lpips,fid)',
+        'NAME,...',
+    )
+    weights: Path | None = option(None, "feature networks' weights (default: local caches); nothing is downloaded", 'FOLDER')
+    download: bool = option(False, "get feature networks' weights that are not on this machine")
+    seed: Seed = option(0, 'chooses the images, and resamples for errors')
+    batch_size: PositiveInt = option(16, 'images encoded together', 'N')

@@ -20,6 +20,7 @@ from diffusion.common.files import read_json
 from diffusion.contracts.errors import InputError
 
 RESULT_NAME, PAGE_NAME = 'evaluation.json', 'evaluation.html'
+RECONSTRUCTION_NAME, RECONSTRUCTION_PAGE, SHEET_NAME = 'reconstruction.json', 'reconstruction.html', 'reconstruction.png'
 VERSION: Final = 1
 DEFAULT_CHUNK = 16  # images drawn together
 PHOTOS = 'photos of a subject'  # kind of real images: their number is no sample size
@@ -32,39 +33,22 @@ OF_STATISTICS = 'The real images are saved statistics: ± is by resampling the d
 
 @dataclass(frozen=True)
 class Protocol:
-    """Sets that were compared, and how: everything that a score depends on besides the model.
+    """Sets that were compared, and how: everything that a score depends on besides the model."""
 
-    Attributes:
-        preset: name of the preset that this began as; '' for none.
-        metrics: names in METRICS.
-        samples: images drawn at each guidance scale; as many real ones are compared with them if there are.
-        guidance: scales, each scored by itself.
-        steps: of the sampler.
-        sampler: diffusers' class, with `@SPACING` if its timesteps are not spaced as the model's own.
-        seed: keys the noise together with the id of the prompt.
-        resolution: side in pixels of drawn and of real images.
-        chunk: images that the network gets at once: other numbers change the last bits.
-        precision: of the model that draws, `fp32` or `bf16`.
-        resize: how real images came to the resolution.
-        extractors: SHA-256 of the weights of each feature network.
-        prompts: where they come from, how a caption was chosen from several, and the SHA-256 of ids and texts.
-        real: kind, identity and count of the real images or statistics.
-    """
-
-    preset: str
+    preset: str  # that this began as; '' for none
     metrics: tuple[str, ...]
-    samples: int
-    guidance: tuple[float, ...]
+    samples: int  # images drawn at each guidance scale; as many real ones are compared with them if there are
+    guidance: tuple[float, ...]  # scales, each scored by itself
     steps: int
-    sampler: str
-    seed: int
-    resolution: int
-    chunk: int
-    precision: str
-    resize: str
-    extractors: Mapping[str, str]
-    prompts: Mapping[str, str]
-    real: Mapping[str, Any]
+    sampler: str  # diffusers' class, with `@SPACING` if its timesteps are not spaced as the model's own
+    seed: int  # keys the noise together with the id of the prompt
+    resolution: int  # side in pixels of drawn and of real images
+    chunk: int  # images that the network gets at once: other numbers change the last bits
+    precision: str  # of the model that draws, `fp32` or `bf16`
+    resize: str  # how real images came to the resolution
+    extractors: Mapping[str, str]  # SHA-256 of the weights of each feature network
+    prompts: Mapping[str, str]  # where they come from, how a caption was chosen from several, and the SHA-256 of ids and texts
+    real: Mapping[str, Any]  # kind, identity and count of the real images or statistics
 
     def to_json(self) -> dict[str, Any]:
         """Return what evaluation.json says under `protocol`."""
@@ -74,6 +58,21 @@ class Protocol:
     def digest(self) -> str:
         """Equal for equal protocols, whatever the preset is called."""
         return digest_of({name: value for name, value in self.to_json().items() if name != 'preset'})
+
+
+class ReconstructionProtocol(TypedDict):
+    """Everything that a figure of reconstructions depends on besides the autoencoder; fields are as those of Protocol."""
+
+    metrics: list[str]
+    samples: int
+    resolution: int
+    resize: str
+    latents: str  # what is decoded
+    precision: str
+    batch: int  # images encoded together
+    seed: int  # chooses the images
+    extractors: dict[str, str]
+    real: dict[str, Any]
 
 
 def digest_of(protocol: Mapping[str, Any]) -> str:
@@ -100,11 +99,9 @@ class Value(TypedDict, total=False):
 
 
 class Score(TypedDict):
-    """Metrics at one guidance scale: by name as asked for (`kid@random-conv`), in that order; `precision_recall` gives two."""
-
-    guidance: float
+    guidance: float  # 0 of autoencoders, which have none
     count: int  # images drawn
-    metrics: dict[str, Value]
+    metrics: dict[str, Value]  # by name as asked for (`kid@random-conv`), in that order; `precision_recall` gives two
 
 
 class Neighbour(TypedDict):
@@ -119,15 +116,13 @@ class Neighbour(TypedDict):
 
 
 class Neighbours(TypedDict):
-    """The most similar pairs of drawn and known images, at most ten, the most similar first; a high cosine may be a copy."""
-
     extractor: str
     guidance: float
     count_known: int
     threshold: float | None  # 99.9th percentile of the cosine between held-out real images and their nearest known one; None without enough of them
     no_threshold: str  # why there is none; '' if there is
     share_above: float | None  # share of the drawn images above the threshold
-    pairs: list[Neighbour]
+    pairs: list[Neighbour]  # at most ten, the most similar first; a high cosine may be a copy
 
 
 class ModelRecord(TypedDict):
@@ -151,11 +146,25 @@ class SampleRecord(TypedDict):
     id: int
     prompt: str
     floor: NotRequired[str]  # of a subject: what the model before fine-tuning drew from the same noise
+    original: NotRequired[str]  # of a reconstruction
+    score: NotRequired[float]  # of a reconstruction: the first figure of pairs, mean of all autoencoders
+
+
+class LatentChannel(TypedDict):
+    mean: float
+    std: float
+    posterior_std: float  # root mean square of the posterior's own deviation, the part of `std` that is noise
+
+
+class LatentRecord(TypedDict):
+    """Latents of a set of images, unscaled, as draws from their posteriors: what training sees."""
+
+    mean: float  # over all channels: what `shift_factor` should be
+    std: float  # about that mean: 1 / what `scaling_factor` should be
+    channels: list[LatentChannel]
 
 
 class AutoencoderRecord(TypedDict):
-    """An autoencoder and its figures."""
-
     name: str
     where: str
     sha256: str
@@ -165,9 +174,10 @@ class AutoencoderRecord(TypedDict):
     scaling_factor: float
     shift_factor: float
     metrics: dict[str, Value]  # by name as asked for
-    latents: dict[str, Any]  # LatentRecord
+    latents: LatentRecord
     warnings: list[str]
     images_per_sec: float  # encoded and decoded, in float32
+    samples: list[SampleRecord]  # the first images chosen, then the worst; the same of all autoencoders
 
 
 class Ranking(TypedDict):
@@ -181,10 +191,18 @@ class BaseResult(TypedDict):
     """The part that all results have."""
 
     version: Literal[1]
-    protocol: dict[str, Any]  # fields of Protocol; of reconstructions its own
+    protocol: dict[str, Any]  # fields of Protocol; of reconstructions those of ReconstructionProtocol
     digest: str  # of the protocol: scores with the same one may be compared
     real: RealRecord
     environment: dict[str, Any]
+
+
+class Reconstructions(BaseResult):
+    """Scores of autoencoders: OUT/reconstruction.json."""
+
+    enlarged: int  # images that were smaller than the resolution: their figures are too good
+    autoencoders: list[AutoencoderRecord]
+    standings: dict[str, Ranking]  # by metric, of several autoencoders; empty of one
 
 
 def _is_scale(text: str) -> str:
@@ -205,16 +223,12 @@ class Evaluation(BaseResult):
     images_per_sec: float  # drawn by one rank
 
 
-class Reconstructions(BaseResult):
-    """Scores of autoencoders: OUT/reconstruction.json."""
-
-    enlarged: int  # images that were smaller than the resolution: their figures are too good
-    autoencoders: list[AutoencoderRecord]
-    standings: dict[str, Ranking]  # by metric, of several autoencoders; empty of one
-
-
 class _Protocolled(TypedDict):
     protocol: Protocol
+
+
+class _ReconstructionProtocolled(TypedDict):
+    protocol: ReconstructionProtocol
 
 
 def read_evaluation(folder: Path) -> Evaluation:
@@ -228,6 +242,18 @@ def read_evaluation(folder: Path) -> Evaluation:
         raise InputError(f'{path}: no such file; python -m diffusion.evaluate writes it when all images are scored')
     found = read_json(path, Evaluation, InputError, 'evaluate again')
     read_json(path, _Protocolled, InputError, 'evaluate again')  # its fields, which the pages name as keys
+    return found
+
+
+def read_reconstructions(folder: Path) -> Reconstructions:
+    """Read what diffusion.reconstruct wrote into OUT.
+
+    Raises:
+        InputError: it is damaged or of another version.
+    """
+    path = folder / RECONSTRUCTION_NAME
+    found = read_json(path, Reconstructions, InputError, 'reconstruct again')
+    read_json(path, _ReconstructionProtocolled, InputError, 'reconstruct again')
     return found
 
 

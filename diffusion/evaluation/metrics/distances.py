@@ -2,9 +2,7 @@
 
 Features (N, D) may be float32, as networks return them: only blocks of BLOCK rows at a time become float64. Everything is computed
 on the device of the features; random choices are made by NumPy on the CPU, so that a seed means the same on any device.
-
-
-Is it the subject, and does it do what the prompt says? CLIP-I, DINO and CLIP-T of DreamBooth (arXiv 2208.12242), of embeddings."""
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -34,13 +32,7 @@ class Estimate:
 
 @dataclass(frozen=True, eq=False)
 class Gaussian:
-    """Mean and covariance of features, float64: all that FID knows of a set of images.
-
-    Attributes:
-        mean: (D,).
-        covariance: (D, D), divided by `count` - 1.
-        count: of images.
-    """
+    """Mean (D,) and covariance (D, D), divided by `count` - 1, of features in float64: all that FID knows of a set of images."""
 
     mean: Tensor
     covariance: Tensor
@@ -53,42 +45,26 @@ class Gaussian:
         return (vectors * values.clamp(min=0).sqrt()) @ vectors.T
 
 
-class Moments:
-    """Mean and covariance of features that arrive in batches; batches are merged as in Chan et al. (1979), without cancellation."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._mean = self._scatter = torch.empty(0)
-
-    def add(self, features: Tensor) -> None:
-        """Add (B, D) features."""
-        for rows in _blocks(features):
-            mean = rows.mean(dim=0)
-            centred = rows - mean
-            if not self.count:
-                self._mean, self._scatter = torch.zeros_like(mean), torch.zeros_like(centred.T @ centred)
-            difference, total = mean - self._mean, self.count + len(rows)
-            self._scatter += centred.T @ centred + torch.outer(difference, difference) * (self.count * len(rows) / total)
-            self._mean += difference * (len(rows) / total)
-            self.count = total
-
-    def gaussian(self) -> Gaussian:
-        """Raises ValueError: fewer than two images have no covariance."""
-        if self.count < 2:
-            has = 'has' if self.count == 1 else 'have'
-            raise ValueError(f'{counted(self.count, "image")} {has} no covariance; at least 2 are needed, and thousands for a FID')
-        return Gaussian(self._mean.clone(), self._scatter / (self.count - 1), self.count)
-
-
 def gaussian(features: Tensor) -> Gaussian:
-    """Return mean and covariance of (N, D) features.
+    """Return mean and covariance of (N, D) features; blocks are merged as in Chan et al. (1979), without cancellation.
 
     Raises:
         ValueError: fewer than two rows.
     """
-    moments = Moments()
-    moments.add(features)
-    return moments.gaussian()
+    if len(features) < 2:
+        has = 'has' if len(features) == 1 else 'have'
+        raise ValueError(f'{counted(len(features), "image")} {has} no covariance; at least 2 are needed, and thousands for a FID')
+    count = 0
+    for rows in _blocks(features):
+        mean = rows.mean(dim=0)
+        centred = rows - mean
+        if not count:
+            merged, scatter = torch.zeros_like(mean), torch.zeros_like(centred.T @ centred)
+        difference, total = mean - merged, count + len(rows)
+        scatter += centred.T @ centred + torch.outer(difference, difference) * (count * len(rows) / total)
+        merged += difference * (len(rows) / total)
+        count = total
+    return Gaussian(merged, scatter / (count - 1), count)
 
 
 def frechet(real: Gaussian, drawn: Gaussian) -> float:
@@ -141,21 +117,35 @@ def squared_mmd(real: Tensor, drawn: Tensor, kernel: Kernel, biased: bool, weigh
         raise ValueError(f'{len(real)} real and {len(drawn)} drawn images; the unbiased distance needs 2 of each')
     for_real, for_drawn = weights or (torch.ones(1, len(real)), torch.ones(1, len(drawn)))
     for_real, for_drawn = (counts.to(real.device, torch.float64) for counts in (for_real, for_drawn))
-    within = sum(_within(features, counts, kernel, biased) for features, counts in ((real, for_real), (drawn, for_drawn)))
+
+    def within(features: Tensor, counts: Tensor) -> Tensor:
+        """(R,): mean kernel of the pairs of one set's rows; of different rows if not biased."""
+        total = torch.zeros(len(counts), dtype=torch.float64, device=features.device)
+        for i, x in enumerate(_blocks(features)):
+            for j, y in enumerate(_blocks(features[: (i + 1) * BLOCK])):
+                values = kernel(x, y)
+                if i == j and not biased:
+                    values.fill_diagonal_(0)
+                total += _weighted_sum(values, counts[:, _span(i)], counts[:, _span(j)]) * (1 if i == j else 2)
+        return total / (len(features) ** 2 - (0 if biased else counts.square().sum(dim=1)))
+
     between = torch.zeros(len(for_real), dtype=torch.float64, device=real.device)
     for i, x in enumerate(_blocks(real)):
         for j, y in enumerate(_blocks(drawn)):
             between += _weighted_sum(kernel(x, y), for_real[:, _span(i)], for_drawn[:, _span(j)])
-    return within - 2 * between / (len(real) * len(drawn))
+    return within(real, for_real) + within(drawn, for_drawn) - 2 * between / (len(real) * len(drawn))
+
+
+def _weighted_sum(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """(R,): sum over i and j of left[r, i] values[i, j] right[r, j]."""
+    return (left @ values * right).sum(dim=1)
 
 
 def kid(real: Tensor, drawn: Tensor, seed: int, subsets: int = KID_SUBSETS, size: int = KID_SUBSET_SIZE) -> Estimate:
     """Return the mean squared MMD (cubic kernel, unbiased) of random subsets (arXiv 1801.01401); it may be negative.
 
-    Subsets are those of torch-fidelity for the same seed. With fewer than `size` images a subset is as large as the smaller set.
-
-    Returns:
-        Its error is the standard deviation over subsets, as papers print it: not that of the mean, which `kid_error` estimates.
+    Subsets are those of torch-fidelity for the same seed. With fewer than `size` images a subset is as large as the smaller set. The error is the
+    standard deviation over subsets, as papers print it: not that of the mean, which `kid_error` estimates.
     """
     size, generator = min(size, len(real), len(drawn)), np.random.RandomState(seed)
     values = []
@@ -168,8 +158,7 @@ def kid(real: Tensor, drawn: Tensor, seed: int, subsets: int = KID_SUBSETS, size
 def cmmd(real: Tensor, drawn: Tensor, biased: bool = True) -> float:
     """Return 1000 times the squared MMD of unit vectors with a Gaussian kernel of width 10 (arXiv 2401.09603).
 
-    Args:
-        biased: as published, too large by 0.008 at 1,000 images and 0.0026 at 3,000; unbiased: for fewer images than that, may be negative.
+    Biased, as published, it is too large by 0.008 at 1,000 images and 0.0026 at 3,000; unbiased, for fewer images than that, it may be negative.
     """
     return CMMD_SCALE * float(squared_mmd(unit(real), unit(drawn), radial, biased))
 
@@ -185,17 +174,11 @@ def mmd_error(real: Tensor, drawn: Tensor, kernel: Kernel, biased: bool, seed: i
 
     The divisor of the unbiased form is the number of pairs that it sums, which differs between resamples. Divided by N (N - 1) it would vary with the
     number of repeated rows by k / N^1.5: more than CMMD itself, whose kernel is 1 to within 2 %. Counting rows instead of copying them makes all
-    resamples cost what one distance of the full sets costs.
+    resamples cost what one distance of the full sets costs. With a handful of rows the unbiased form of a resample may have no pair: NaN.
 
     Where both sets have one law the statistic is degenerate, and the bootstrap's deviation is up to sqrt(3) times the true one: with D the difference
     of the means in the kernel's space and C the covariance of its estimate, the variance is 4 D'CD + 2 tr C^2, and the resamples take D from the
     sample, which adds 4 tr C^2. Errors of distances near zero are thus on the safe side.
-
-    Args:
-        biased: the form of `squared_mmd` that the error is of.
-
-    Returns:
-        NaN if the unbiased form of a resample has no pair, as may happen with a handful of rows.
     """
     generator = np.random.RandomState(seed)
     weights = [
@@ -205,13 +188,10 @@ def mmd_error(real: Tensor, drawn: Tensor, kernel: Kernel, biased: bool, seed: i
 
 
 def kid_error(real: Tensor, drawn: Tensor, estimate: Estimate, seed: int, resamples: int = 20, subsets: int = KID_SUBSETS) -> float:
-    """Return the standard error of the mean over subsets that `kid` returns.
+    """Return the standard error of the mean over subsets: of the `estimate` that `kid` returned for that number of subsets.
 
     Given the images, subsets are independent and each one's expectation is the unbiased squared MMD of all images. So the variance of their mean is
     that of this MMD plus the variance over subsets divided by their number; the second part is the larger one for tens of thousands of images.
-
-    Args:
-        estimate: what `kid` returned, for this number of subsets.
     """
     of_choice = estimate.error / math.sqrt(subsets - 1)  # not `subsets`: its deviation is divided by their number
     return math.hypot(mmd_error(real, drawn, cubic, False, seed, resamples), of_choice)
@@ -219,8 +199,7 @@ def kid_error(real: Tensor, drawn: Tensor, estimate: Estimate, seed: int, resamp
 
 def clip_score(images: Tensor, texts: Tensor) -> Estimate:
     """Return the mean of 100 max(cos, 0) over pairs of image and text embeddings (arXiv 2104.08718), and its standard error over pairs."""
-    scores = 100 * (unit(images) * unit(texts)).sum(dim=1).clamp(min=0)
-    return mean_of(scores)
+    return mean_of(100 * (unit(images) * unit(texts)).sum(dim=1).clamp(min=0))
 
 
 def mean_of(values: Tensor) -> Estimate:
@@ -245,7 +224,20 @@ def precision_recall(real: Tensor, drawn: Tensor, neighbours: int = 3) -> tuple[
     """
     if min(len(real), len(drawn)) <= neighbours:
         raise ValueError(f'{len(real)} real and {len(drawn)} drawn images; {neighbours} neighbours need more of each')
-    return _share_inside(drawn, real, neighbours), _share_inside(real, drawn, neighbours)
+
+    def share_inside(points: Tensor, centres: Tensor) -> float:
+        inside = torch.zeros(len(points), dtype=torch.bool, device=points.device)
+        for x in _blocks(centres):
+            shortest = x.new_empty(len(x), 0)
+            for y in _blocks(centres):
+                shortest = torch.cat([shortest, torch.cdist(x, y)], dim=1)
+                shortest = shortest.topk(min(neighbours + 1, shortest.shape[1]), dim=1, largest=False).values  # one of them is the centre itself
+            radius = shortest.amax(dim=1)
+            for j, y in enumerate(_blocks(points)):
+                inside[_span(j)] |= (torch.cdist(y, x) <= radius).any(dim=1)
+        return float(inside.double().mean())
+
+    return share_inside(drawn, real), share_inside(real, drawn)
 
 
 def nearest(drawn: Tensor, known: Tensor, count: int = 1) -> tuple[Tensor, Tensor]:
@@ -296,43 +288,11 @@ def _rows(features: Tensor, index: np.ndarray) -> Tensor:
     return features[torch.from_numpy(index).to(features.device)]
 
 
-def _weighted_sum(values: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """(R,): sum over i and j of left[r, i] values[i, j] right[r, j]."""
-    return (left @ values * right).sum(dim=1)
-
-
-def _within(features: Tensor, counts: Tensor, kernel: Kernel, biased: bool) -> Tensor:
-    """(R,): mean kernel of the pairs of one set's rows; of different rows if not biased."""
-    total = torch.zeros(len(counts), dtype=torch.float64, device=features.device)
-    for i, x in enumerate(_blocks(features)):
-        for j, y in enumerate(_blocks(features[: (i + 1) * BLOCK])):
-            values = kernel(x, y)
-            if i == j and not biased:
-                values.fill_diagonal_(0)
-            total += _weighted_sum(values, counts[:, _span(i)], counts[:, _span(j)]) * (1 if i == j else 2)
-    return total / (len(features) ** 2 - (0 if biased else counts.square().sum(dim=1)))
-
-
-def _share_inside(points: Tensor, centres: Tensor, neighbours: int) -> float:
-    """Share of points that lie within the ball of at least one centre, which reaches to its nearest other centres."""
-    inside = torch.zeros(len(points), dtype=torch.bool, device=points.device)
-    for x in _blocks(centres):
-        shortest = x.new_empty(len(x), 0)
-        for y in _blocks(centres):
-            shortest = torch.cat([shortest, torch.cdist(x, y)], dim=1)
-            shortest = shortest.topk(min(neighbours + 1, shortest.shape[1]), dim=1, largest=False).values  # one of them is the centre itself
-        radius = shortest.amax(dim=1)
-        for j, y in enumerate(_blocks(points)):
-            inside[_span(j)] |= (torch.cdist(y, x) <= radius).any(dim=1)
-    return float(inside.double().mean())
+# CLIP-I, DINO and CLIP-T of DreamBooth (arXiv 2208.12242), of embeddings: is it the subject, and does it do what the prompt says?
 
 
 def subject_fidelity(drawn: Tensor, photos: Tensor) -> Estimate:
-    """Return the mean cosine of all pairs of a drawn image (N, D) and a photo (M, D): CLIP-I or DINO, by whose embeddings they are.
-
-    Returns:
-        Its error is the standard error over drawn images, for these photos.
-    """
+    """Return the mean cosine of all pairs of a drawn image (N, D) and a photo (M, D), and its standard error over drawn images, for these photos."""
     return mean_of((unit(drawn) @ unit(photos).T).mean(dim=1))
 
 

@@ -11,30 +11,13 @@ from torch import Tensor
 from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.evaluation.features.drawn_shapes import WORDS, agreement, scenes_of
-from diffusion.evaluation.features.extractors import EMBEDDING
-from diffusion.evaluation.metrics.distances import (
-    CMMD_SCALE,
-    Gaussian,
-    bootstrap,
-    clip_score,
-    cmmd,
-    frechet,
-    frechet_at_infinity,
-    gaussian,
-    halves,
-    kid,
-    kid_error,
-    mmd_error,
-    precision_recall,
-    radial,
-    share_of,
-    unit,
-)
+from diffusion.evaluation.features.networks import EMBEDDING
+from diffusion.evaluation.metrics import distances
+from diffusion.evaluation.metrics.distances import Estimate, Gaussian, bootstrap, cmmd, frechet, gaussian, halves, kid, unit
 
 RESAMPLES = 20
 Real = Tensor | Gaussian  # features (N, D), or saved statistics, which FID alone can take
 Values = dict[str, float]
-Score = Callable[[Real, Tensor, Tensor | None, int, int], dict[str, Values]]
 
 
 @dataclass(frozen=True)
@@ -47,25 +30,15 @@ class Figure:
 
 @dataclass(frozen=True)
 class Metric:
-    """Figures that are computed together.
+    """Figures that are computed together."""
 
-    Attributes:
-        extractor: name in EXTRACTORS of the network.
-        feature: which of its features.
-        figures: what `score` returns, by name.
-        needs_captions: `score` needs embeddings of the drawn images' captions, in the same order.
-        needs_real: `score` needs real images.
-        check_captions: raises DataError for captions that the metric is not for; None: any will do.
-        score: see `__call__`.
-    """
-
-    extractor: str
-    feature: str
-    figures: Mapping[str, Figure]
-    score: Score
-    needs_captions: bool = False
-    needs_real: bool = True
-    check_captions: Callable[[Sequence[str]], object] | None = None
+    extractor: str  # name in EXTRACTORS of the network
+    feature: str  # which of its features
+    figures: Mapping[str, Figure]  # what `score` returns, by name
+    score: Callable[..., dict[str, Values]]  # see `__call__`
+    needs_captions: bool = False  # `score` needs embeddings of the drawn images' captions, in the same order
+    needs_real: bool = True  # `score` needs real images
+    check_captions: Callable[[Sequence[str]], object] | None = None  # raises DataError for captions that the metric is not for
 
     def __call__(self, real: Real | None, drawn: Tensor, texts: Tensor | None, seed: int, resamples: int = RESAMPLES) -> dict[str, Values]:
         """Compute the figures.
@@ -89,14 +62,14 @@ class Metric:
             raise ValueError(f'{", ".join(self.figures)}: needs features of real images, not their statistics alone')
         if self.needs_captions and (texts is None or len(texts) != len(drawn)):
             raise ValueError(f'{", ".join(self.figures)}: {counted(len(drawn), "image")} and captions of {0 if texts is None else len(texts)}')
-        return self.score(real, drawn, texts, seed, resamples)  # type: ignore[arg-type]  # score looks at what it needs
+        return self.score(real, drawn, texts, seed, resamples)
 
 
-def _fid(real: Real, drawn: Tensor, _texts: Tensor | None, seed: int, resamples: int) -> dict[str, Values]:
+def _fid(real: Real, drawn: Tensor, _texts: None, seed: int, resamples: int) -> dict[str, Values]:
     reference = real if isinstance(real, Gaussian) else gaussian(real)
     values = {'value': frechet(reference, gaussian(drawn))}
     if resamples:
-        values['at_infinity'] = frechet_at_infinity(reference, drawn, seed)
+        values['at_infinity'] = distances.frechet_at_infinity(reference, drawn, seed)
         if isinstance(real, Gaussian):
             values['error'] = bootstrap(lambda rows: frechet(reference, gaussian(rows)), drawn, seed=seed, resamples=resamples)
         else:
@@ -105,45 +78,44 @@ def _fid(real: Real, drawn: Tensor, _texts: Tensor | None, seed: int, resamples:
     return {'fid': values}
 
 
-def _kid(real: Real, drawn: Tensor, _texts: Tensor | None, seed: int, resamples: int) -> dict[str, Values]:
-    assert isinstance(real, Tensor)
+def _kid(real: Tensor, drawn: Tensor, _texts: None, seed: int, resamples: int) -> dict[str, Values]:
     estimate = kid(real, drawn, seed)
     values = {'value': estimate.value}
     if resamples:
-        values |= {'error': kid_error(real, drawn, estimate, seed, resamples), 'subsets_deviation': estimate.error}
+        values |= {'error': distances.kid_error(real, drawn, estimate, seed, resamples), 'subsets_deviation': estimate.error}
         values |= _null(lambda first, second: kid(first, second, seed).value, real, len(drawn), seed)
     return {'kid': values}
 
 
-def _cmmd(real: Real, drawn: Tensor, _texts: Tensor | None, seed: int, resamples: int) -> dict[str, Values]:
-    assert isinstance(real, Tensor)
+def _cmmd(real: Tensor, drawn: Tensor, _texts: None, seed: int, resamples: int) -> dict[str, Values]:
     values = {'value': cmmd(real, drawn), 'unbiased': cmmd(real, drawn, biased=False)}
     if resamples:
-        values['error'] = CMMD_SCALE * mmd_error(unit(real), unit(drawn), radial, True, seed, resamples)
+        values['error'] = distances.CMMD_SCALE * distances.mmd_error(unit(real), unit(drawn), distances.radial, True, seed, resamples)
         values |= _null(cmmd, real, len(drawn), seed)
     return {'cmmd': values}
 
 
-def _clip(_real: Real, drawn: Tensor, texts: Tensor | None, _seed: int, _resamples: int) -> dict[str, Values]:
-    assert texts is not None
-    estimate = clip_score(drawn, texts)
-    return {'clip': {'value': estimate.value, 'error': estimate.error}}
+def _clip(_real: None, drawn: Tensor, texts: Tensor, _seed: int, _resamples: int) -> dict[str, Values]:
+    return {'clip': _values(distances.clip_score(drawn, texts))}
 
 
-def _precision_recall(real: Real, drawn: Tensor, _texts: Tensor | None, seed: int, resamples: int) -> dict[str, Values]:
-    assert isinstance(real, Tensor)
-    values: dict[str, Values] = {name: {'value': value} for name, value in zip(('precision', 'recall'), precision_recall(real, drawn), strict=True)}
+def _precision_recall(real: Tensor, drawn: Tensor, _texts: None, seed: int, resamples: int) -> dict[str, Values]:
+    values: dict[str, Values] = {
+        name: {'value': value} for name, value in zip(('precision', 'recall'), distances.precision_recall(real, drawn), strict=True)
+    }
     if resamples:
         first, second = halves(real, len(drawn), seed)
-        for name, null in zip(values, precision_recall(first, second), strict=True):
+        for name, null in zip(values, distances.precision_recall(first, second), strict=True):
             values[name] |= {'null': null, 'null_count': len(first)}
     return values
 
 
-def _shapes(_real: Real, drawn: Tensor, texts: Tensor | None, _seed: int, _resamples: int) -> dict[str, Values]:
-    assert texts is not None
-    shares = {f'right_{field}': share_of(right) for field, right in agreement(drawn, texts).items()}
-    return {name: {'value': share.value, 'error': share.error} for name, share in shares.items()}
+def _shapes(_real: None, drawn: Tensor, texts: Tensor, _seed: int, _resamples: int) -> dict[str, Values]:
+    return {f'right_{field}': _values(distances.share_of(right)) for field, right in agreement(drawn, texts).items()}
+
+
+def _values(estimate: Estimate) -> Values:
+    return {'value': estimate.value, 'error': estimate.error}
 
 
 def _frechet_of(real: Tensor, drawn: Tensor) -> float:

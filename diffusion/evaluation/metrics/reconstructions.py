@@ -5,10 +5,9 @@ SSIM is torchmetrics'. LPIPS is ours (features/lpips.py): torchmetrics' takes it
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, TypedDict, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,9 +16,8 @@ from torchmetrics.functional.image import peak_signal_noise_ratio, structural_si
 from diffusion.common.text import did_you_mean
 from diffusion.contracts.errors import EncoderError, InputError
 from diffusion.encoders.frozen import pixels_to_unit_range
-from diffusion.evaluation.features.extractors import Extractor, in_batches, load_extractors
 from diffusion.evaluation.features.lpips import PERCEPTUAL, PerceptualDistance, find_perceptual
-from diffusion.evaluation.features.networks import precise
+from diffusion.evaluation.features.networks import FeatureNetwork, in_batches, load_extractors, precise
 from diffusion.evaluation.metrics.distances import bootstrap, frechet, gaussian, mean_of
 from diffusion.evaluation.metrics.figures import RESAMPLES, Figure, Metric, find_metric
 
@@ -36,6 +34,7 @@ PAIRS = {
 }
 SETS = ('fid', 'fid_clean')  # of diffusion.evaluate; also @NETWORK
 SET_MEANING = 'FID of the reconstructions against the originals (rFID), 0 for a perfect autoencoder; compare equal numbers of images only'
+SET_FIGURE = Figure(SET_MEANING, lower_is_better=True)
 
 
 def psnr(images: Tensor, originals: Tensor) -> Tensor:
@@ -53,10 +52,8 @@ def ssim(images: Tensor, originals: Tensor) -> Tensor:
     In torchmetrics' form: windows at the border see the image mirrored, where others leave these places out. Float32 is good to 0.0001:
     equal images with flat areas have 0.99994. Float64 takes 14 times as long on a CPU.
     """
-    values = structural_similarity_index_measure(
-        images.float(), originals.float(), gaussian_kernel=True, sigma=1.5, kernel_size=11, data_range=LEVELS, reduction='none'
-    )
-    return cast(Tensor, values)
+    options: dict[str, Any] = {'gaussian_kernel': True, 'sigma': 1.5, 'kernel_size': 11, 'data_range': LEVELS, 'reduction': 'none'}
+    return torch.as_tensor(structural_similarity_index_measure(images.float(), originals.float(), **options))
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,52 +64,48 @@ class PairMetrics:
         batch: images that a feature network gets at once.
     """
 
-    names: tuple[str, ...]
+    names: Sequence[str]
     perceptual: Mapping[str, PerceptualDistance]
-    sets: Mapping[str, tuple[Metric, Extractor]]
+    sets: Mapping[str, tuple[Metric, FeatureNetwork]]
     batch: int
 
     @classmethod
     def load(
         cls, names: Sequence[str], weights: Path | None = None, device: torch.device | str = 'cpu', download: bool = False, batch: int = 16
     ) -> Self:
-        """Find all networks.
-
-        Args:
-            weights, download: as `load_extractors` has them.
+        """Find all networks; `weights` and `download` are as `load_extractors` has them.
 
         Raises:
             InputError: an unknown name.
             EncoderError: weights are missing, of all networks, or are others than published.
         """
-        metrics = {name: _find_set(name) for name in names if name not in PAIRS}
-        perceptual, extractors, errors = dict[str, PerceptualDistance](), dict[str, Extractor](), list[str]()
+        for name in names:
+            if name not in PAIRS and name.partition('@')[0] not in SETS:
+                known = (*PAIRS, *SETS)
+                also = f'{", ".join(SETS)} also as METRIC@NETWORK'
+                raise InputError(f'unknown metric {name}{did_you_mean(name, known)} Known: {", ".join(known)}; {also}')
+        metrics = {name: find_metric(name) for name in names if name not in PAIRS}
+        perceptual, networks, errors = dict[str, PerceptualDistance](), dict[str, FeatureNetwork](), list[str]()
         for name in names:
             try:
                 if name in PERCEPTUAL:
                     perceptual[name] = find_perceptual(name, weights, download).to(device)
-                elif name in metrics and metrics[name].extractor not in extractors:
-                    (extractors[metrics[name].extractor],) = load_extractors([metrics[name].extractor], weights, device, download)
+                elif name in metrics and metrics[name].extractor not in networks:
+                    (networks[metrics[name].extractor],) = load_extractors([metrics[name].extractor], weights, device, download)
             except EncoderError as error:
                 errors.append(str(error))
         if errors:
             missing = {name.partition('@')[0] for name in names} & {'lpips', *SETS}
             free = ','.join(f'{name}@random-conv' for name in sorted(missing))
-            raise EncoderError(
-                '\n'.join([*dict.fromkeys(errors), f'No weights are needed by --metrics psnr,ssim,{free}, which are no published figures'])
-            )
-        return cls(tuple(names), perceptual, {name: (metric, extractors[metric.extractor]) for name, metric in metrics.items()}, batch)
-
-    @property
-    def extractors(self) -> dict[str, Extractor]:
-        """Feature networks by name, each once."""
-        return {extractor.name: extractor for _, extractor in self.sets.values()}
+            remedy = f'No weights are needed by --metrics psnr,ssim,{free}, which are no published figures'
+            raise EncoderError('\n'.join([*dict.fromkeys(errors), remedy]))
+        return cls(names, perceptual, {name: (metric, networks[metric.extractor]) for name, metric in metrics.items()}, batch)
 
     @property
     def digests(self) -> dict[str, str]:
         """SHA-256 of the weights of each network: a figure depends on them."""
-        networks: dict[str, Any] = {**self.perceptual, **self.extractors}
-        return {name: network.sha256 for name, network in networks.items()}
+        perceptual = {name: network.sha256 for name, network in self.perceptual.items()}
+        return perceptual | {network.name: network.sha256 for _, network in self.sets.values()}
 
     @precise()
     def of_pairs(self, images: Tensor, originals: Tensor) -> dict[str, Tensor]:
@@ -128,8 +121,8 @@ class PairMetrics:
     def features(self, images: Tensor) -> dict[str, Tensor]:
         """Return (B, D) float32 on the CPU by name of the feature, of (B, 3, H, W) uint8."""
         found: dict[str, Tensor] = {}
-        for extractor in self.extractors.values():
-            found |= in_batches(extractor, images, self.batch)
+        for network in {network.name: network for _, network in self.sets.values()}.values():
+            found |= in_batches(network, images, self.batch)
         return found
 
     def figures(
@@ -137,61 +130,39 @@ class PairMetrics:
     ) -> dict[str, dict[str, Any]]:
         """Return the figures by name, in the order in which they were asked for.
 
+        Their `error` is the standard error of a mean; of rFID the deviation over resamples of pairs of an original and its reconstruction. Resampled
+        one by one, as for drawn images, the chance that both share would be counted as difference.
+
         Args:
-            pairs: what `of_pairs` returned, (N,) of all images.
-            features: what `features` returned of the reconstructions, (N, D).
+            pairs: (N,) by figure of all images, as `of_pairs` returns them.
+            features: (N, D) by name, as `features` returns them of the reconstructions.
             originals: the same of the originals, in the same order.
             seed: of the resamples.
-
-        Returns:
-            `error` is the standard error of a mean; of rFID the deviation over resamples of pairs of an original and its reconstruction.
-            Resampled one by one, as for drawn images, the chance that both share would be counted as difference.
         """
         found = dict[str, dict[str, Any]]()
         for name in self.names:
             if name in PAIRS:
-                described, mean = PAIRS[name], mean_of(pairs[name].double())
-                found[name] = {'value': mean.value, 'error': mean.error, 'meaning': described.meaning, 'lower_is_better': described.lower_is_better}
+                mean = mean_of(pairs[name].double())
+                found[name] = {'value': mean.value, 'error': mean.error, **asdict(PAIRS[name])}
                 continue
-            metric, extractor = self.sets[name]
-            real, drawn = originals[metric.feature], features[metric.feature]
-            distance = partial(_distance_of_pairs, dimension=real.shape[1])
-            both = torch.cat([real, drawn], dim=1)
-            error = bootstrap(distance, both, seed=seed, resamples=RESAMPLES)
-            found[name] = {'value': distance(both), 'error': error, 'meaning': SET_MEANING, 'lower_is_better': True, 'extractor': extractor.name}
+            metric, network = self.sets[name]
+            both = torch.cat([originals[metric.feature], features[metric.feature]], dim=1)
+            error = bootstrap(_distance_of_halves, both, seed=seed, resamples=RESAMPLES)
+            found[name] = {'value': _distance_of_halves(both), 'error': error, **asdict(SET_FIGURE), 'extractor': network.name}
         return found
 
 
-def _find_set(name: str) -> Metric:
-    kind = name.partition('@')[0]
-    if kind not in SETS:
-        known = (*PAIRS, *SETS)
-        raise InputError(f'unknown metric {name}{did_you_mean(name, known)} Known: {", ".join(known)}; {", ".join(SETS)} also as METRIC@NETWORK')
-    return find_metric(name)
-
-
-def _distance_of_pairs(rows: Tensor, dimension: int) -> float:
+def _distance_of_halves(rows: Tensor) -> float:
     """Return FID of (N, 2D) rows: features of originals next to those of their reconstructions."""
-    return frechet(gaussian(rows[:, :dimension]), gaussian(rows[:, dimension:]))
+    real, drawn = rows.chunk(2, dim=1)
+    return frechet(gaussian(real), gaussian(drawn))
 
 
 TOLERANCE = 0.05  # of mean and deviation after scale and shift
 
 
-class LatentRecord(TypedDict):
-    """Latents of a set of images, unscaled, as draws from their posteriors: what training sees."""
-
-    mean: float  # over all channels: what `shift_factor` should be
-    std: float  # about that mean: 1 / what `scaling_factor` should be
-    channels: list[dict[str, float]]  # mean, std, posterior_std: root mean square of the posterior's own deviation, the part of `std` that is noise
-
-
 class LatentStatistics:
-    """Sums over the moments that arrive in batches, float64 on the CPU.
-
-    Args:
-        channels: of the latents.
-    """
+    """Sums over the moments of latents with so many channels that arrive in batches, float64 on the CPU."""
 
     def __init__(self, channels: int):
         self.count = 0  # values of each channel
@@ -206,8 +177,8 @@ class LatentStatistics:
         self._squares += mean.square().sum(dim=over)
         self._variances += log_variance.clamp(-30, 20).exp().sum(dim=over)
 
-    def record(self) -> LatentRecord:
-        """Return mean and deviation of all draws: E[var] + var[E] of the posteriors, without drawing.
+    def record(self) -> dict[str, Any]:
+        """Return a LatentRecord (job/results.py) of all draws, whose variance is E[var] + var[E] of the posteriors, without drawing.
 
         Raises:
             ValueError: nothing was added.
@@ -225,7 +196,7 @@ class LatentStatistics:
         }
 
 
-def scale_warnings(record: LatentRecord, scaling_factor: float, shift_factor: float) -> list[str]:
+def scale_warnings(record: Mapping[str, Any], scaling_factor: float, shift_factor: float) -> list[str]:
     """Return sentences about what the configured factors leave of mean 0 and deviation 1; none if both are within TOLERANCE."""
     if not record['std']:
         return ['The latents are constant: the autoencoder encodes nothing.']

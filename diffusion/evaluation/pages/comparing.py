@@ -1,15 +1,30 @@
-"""Evaluations next to each other: which may be compared, in what they differ, and which differences are more than chance."""
+"""Evaluations next to each other: which may be compared, in what they differ, and which differences are more than chance.
+
+An autoencoder is a model with one score, at guidance 0.
+"""
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from diffusion.common.text import brief, counted
-from diffusion.evaluation.job.results import INTERVAL_ERRORS, OF_STATISTICS, PHOTOS, Evaluation, Value, read_evaluation, with_error
+from diffusion.evaluation.job.results import (
+    INTERVAL_ERRORS,
+    OF_STATISTICS,
+    PHOTOS,
+    RECONSTRUCTION_NAME,
+    AutoencoderRecord,
+    Evaluation,
+    Reconstructions,
+    Value,
+    read_evaluation,
+    read_reconstructions,
+    with_error,
+)
 
 INCEPTION_FEATURES = 2048  # with fewer images than this the covariances of FID are singular
 NOT_COMPARED = ('preset', 'guidance', 'metrics')  # fields of the protocol that no single number depends on
@@ -21,6 +36,7 @@ ESTIMATES = (  # that come with a metric: name in the result, what the title get
     ('at_infinity', ' at infinity', 'The same, extrapolated to infinitely many images: less of it is due to the count.'),
     ('unbiased', ', unbiased', 'The same without the bias of small counts; may be negative.'),
 )
+Marks = dict[tuple[str, float], str]  # `best` and `tied` by model and guidance
 
 
 @dataclass(frozen=True)
@@ -53,55 +69,36 @@ class Measure:
         return '↓' if self.lower_is_better else '↑'
 
 
-@dataclass(frozen=True)
-class ScorePoint:
-    """A number at one guidance scale.
+def interval(point: Value) -> tuple[float, float]:
+    reach = INTERVAL_ERRORS * point.get('error', 0.0)
+    return point['value'] - reach, point['value'] + reach
 
-    Attributes:
-        error: one standard deviation; None if it was not estimated.
-        null: the same between two halves of the real images, of `null_count` each.
-        target: what a benchmark asks for.
-        floor: of a subject, the same of the model before fine-tuning.
-        ceiling: of a subject, the same of its photos among themselves.
-    """
 
-    value: float
-    error: float | None = None
-    null: float | None = None
-    null_count: int | None = None
-    target: float | None = None
-    floor: float | None = None
-    ceiling: float | None = None
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        reach = INTERVAL_ERRORS * (self.error or 0.0)
-        return self.value - reach, self.value + reach
-
-    def overlaps(self, other: Self) -> bool | None:
-        """Return whether chance may explain the difference; None if an error is not known."""
-        if self.error is None or other.error is None:
-            return None
-        return self.interval[0] <= other.interval[1] and other.interval[0] <= self.interval[1]
+def _overlap(one: Value, other: Value) -> bool:
+    """Whether chance may explain the difference, as far as errors are known."""
+    (low, high), (other_low, other_high) = interval(one), interval(other)
+    return 'error' in one and 'error' in other and low <= other_high and other_low <= high
 
 
 @dataclass(frozen=True)
 class Scored:
-    """An evaluated model, and its name among those of the page."""
+    """An evaluated model or autoencoder, and its name among those of the page."""
 
     name: str
     folder: Path
     result: Evaluation
+    autoencoder: AutoencoderRecord | None = None
+    reconstructions: Reconstructions | None = None  # the result of which the autoencoder is a part
 
     @cached_property
-    def curves(self) -> dict[Measure, dict[float, ScorePoint]]:
+    def curves(self) -> dict[Measure, dict[float, Value]]:
         """Points by guidance scale, in the order of the metrics; numbers that are not finite are left out."""
-        found: dict[Measure, dict[float, ScorePoint]] = {}
+        found: dict[Measure, dict[float, Value]] = {}
         for score in sorted(self.result['scores'], key=lambda score: score['guidance']):
             for key, value in score['metrics'].items():
-                for measure, point in _measures(key, value):
+                for measure, point in _measures(key, value, self.autoencoder is not None):
                     curve = found.setdefault(measure, {})
-                    if math.isfinite(point.value):
+                    if 'value' in point:
                         curve[score['guidance']] = point
         return found
 
@@ -117,6 +114,10 @@ class Group:
     def protocol(self) -> dict[str, Any]:
         return self.models[0].result['protocol']
 
+    @property
+    def of_autoencoders(self) -> bool:
+        return self.models[0].autoencoder is not None
+
     @cached_property
     def measures(self) -> list[Measure]:
         return list(dict.fromkeys(measure for model in self.models for measure in model.curves))
@@ -125,6 +126,26 @@ class Group:
     def guidance(self) -> list[float]:
         return sorted({score['guidance'] for model in self.models for score in model.result['scores']})
 
+    def marks(self, measure: Measure) -> Marks:
+        """Mark the best model at each guidance (of a single model: the best guidance), and those from which chance may part it."""
+        if len(self.models) == 1:
+            best, tied = best_of(self.models[0].curves[measure], measure)
+            return {(self.models[0].name, guidance): 'best' if guidance == best else 'tied' for guidance in (best, *tied) if guidance is not None}
+        marks: Marks = {}
+        for guidance in self.guidance:
+            first, close = best_of(self.at_guidance(measure, guidance), measure)
+            of_pairs = self.models[0].reconstructions
+            if of_pairs is not None and len({model.folder for model in self.models}) == 1 and measure.key in of_pairs['standings']:
+                standing = of_pairs['standings'][measure.key]  # by differences on the same images, which say more than intervals
+                first, close = standing['best'], standing['tied']
+            marks |= {(first, guidance): 'best', **{(name, guidance): 'tied' for name in close}}
+        return marks
+
+    def at_guidance(self, measure: Measure, guidance: float) -> dict[str, Value]:
+        """Points of the models that have this measure at this scale, by the model's name."""
+        curves = {model.name: model.curves.get(measure, {}) for model in self.models}
+        return {name: curve[guidance] for name, curve in curves.items() if guidance in curve}
+
 
 def read_models(folders: Sequence[Path]) -> list[Scored]:
     """Read evaluations, and name the models by label; with their batches, or by number and folder, where labels repeat.
@@ -132,13 +153,37 @@ def read_models(folders: Sequence[Path]) -> list[Scored]:
     Raises:
         InputError: a folder holds no evaluation, or a damaged one.
     """
-    results = [read_evaluation(folder) for folder in folders]
-    labels = [_printable(result['model']['label'] or folder.resolve().name) for folder, result in zip(folders, results, strict=True)]
-    batches = [result['model']['batches'] for result in results]
+    found = [scored for folder in folders for scored in _read(folder)]
+    labels = [_printable(one.result['model']['label'] or one.folder.resolve().name) for one in found]
+    batches = [one.result['model']['batches'] for one in found]
     with_batches = [label if batch is None else f'{label}, batch {batch:,}' for label, batch in zip(labels, batches, strict=True)]
-    numbered = [f'{number}: {_printable(str(folder))}' for number, folder in enumerate(folders, 1)]
+    places = [str(one.folder) if one.autoencoder is None else one.autoencoder['where'] for one in found]
+    numbered = [f'{number}: {_printable(place)}' for number, place in enumerate(places, 1)]
     names = next(names for names in (labels, with_batches, numbered) if len(set(names)) == len(names))
-    return [Scored(*model) for model in zip(names, folders, results, strict=True)]
+    return [replace(one, name=name) for one, name in zip(found, names, strict=True)]
+
+
+def _read(folder: Path) -> list[Scored]:
+    if not (folder / RECONSTRUCTION_NAME).exists():
+        return [Scored('', folder, read_evaluation(folder))]
+    found = read_reconstructions(folder)
+    models = []
+    for one in found['autoencoders']:
+        result: Evaluation = {
+            'version': found['version'],
+            'protocol': found['protocol'],
+            'digest': found['digest'],
+            'real': found['real'],
+            'environment': found['environment'],
+            'model': {'where': one['where'], 'sha256': one['sha256'], 'label': one['name'], 'batches': None},
+            'scores': [{'guidance': 0.0, 'count': found['real']['count'], 'metrics': one['metrics']}],
+            'neighbours': None,
+            'samples': {'0.0': one['samples']},
+            'seconds': found['real']['count'] / max(one['images_per_sec'], 1e-9),
+            'images_per_sec': one['images_per_sec'],
+        }
+        models.append(Scored('', folder, result, one, found))
+    return models
 
 
 def groups(models: Sequence[Scored]) -> list[Group]:
@@ -150,81 +195,84 @@ def groups(models: Sequence[Scored]) -> list[Group]:
     return [Group(chr(ord('A') + number) if number < 26 else str(number + 1), members) for number, members in enumerate(by_protocol.values())]
 
 
-def best_of(points: Mapping[Any, ScorePoint], measure: Measure) -> tuple[Any, list[Any]]:
+def best_of(points: Mapping[Any, Value], measure: Measure) -> tuple[Any, list[Any]]:
     """Return the key of the best point, and the keys of those whose intervals overlap its interval; (None, []) for fewer than two."""
     if len(points) < 2:
         return None, []
-    best = (min if measure.lower_is_better else max)(points, key=lambda key: points[key].value)
-    return best, [key for key, point in points.items() if key != best and point.overlaps(points[best])]
+    best = (min if measure.lower_is_better else max)(points, key=lambda key: points[key]['value'])
+    return best, [key for key, point in points.items() if key != best and _overlap(point, points[best])]
 
 
 def warnings(group: Group) -> list[str]:
     """Sentences about what makes the numbers of a group less than they seem."""
-    protocol = group.protocol
+    protocol, real = group.protocol, group.models[0].result['real']
     found = list[str]()
     for model in group.models:
         short = [f'{score["count"]:,} at guidance {score["guidance"]:g}' for score in model.result['scores'] if score['count'] != protocol['samples']]
         if short:
             found.append(f'{model.name}: the protocol asks for {counted(protocol["samples"], "image")}, drawn were {", ".join(short)}.')
-    num_real = group.models[0].result['real']['count']
-    if num_real != protocol['samples'] and protocol['real'].get('kind') != PHOTOS:
-        found.append(f'{counted(protocol["samples"], "drawn image")} are compared with {num_real:,} real ones: the counts differ.')
-    if protocol['samples'] < INCEPTION_FEATURES and any(measure.key in ('fid', 'fid_clean') for measure in group.measures):
+    if real['count'] != protocol['samples'] and protocol['real'].get('kind') != PHOTOS:
+        found.append(f'{counted(protocol["samples"], "drawn image")} are compared with {real["count"]:,} real ones: the counts differ.')
+    is_biased = protocol['samples'] < INCEPTION_FEATURES and not group.of_autoencoders
+    if is_biased and any(measure.key in ('fid', 'fid_clean') for measure in group.measures):
         found.append(
             f'FID from {counted(protocol["samples"], "image")}: fewer than the {INCEPTION_FEATURES:,} dimensions of its features, '
             'so it is mostly bias; read KID or CMMD.'
         )
     if protocol['real'].get('kind') == 'statistics':
         found.append(OF_STATISTICS)
-    left_out = group.models[0].result['real'].get('left_out')
-    if left_out:
-        found.append(f'Not among the real images: {left_out}.')
+    if real['left_out']:
+        found.append(f'Not among the {"" if group.of_autoencoders else "real "}images: {real["left_out"]}.')
+    for model in group.models:
+        if model.autoencoder is not None:
+            found += [f'{model.name}: {line}' for line in model.autoencoder['warnings']]
+        if model.reconstructions is not None and (count := model.reconstructions['enlarged']):
+            smaller = f'{counted(count, "image")} {"is" if count == 1 else "are"} smaller than {protocol["resolution"]} px'
+            found.append(f'{smaller} and enlarged: the figures are too good; set --resolution lower.')
     made_here = [name for name in protocol['extractors'] if 'random' in name]
     if made_here:
         found.append(f'{", ".join(made_here)}: no published feature network; its distances can be compared with each other only.')
-    return found + _overlaps(group)
+    return list(dict.fromkeys(found if group.of_autoencoders else found + _overlaps(group)))
 
 
 def _overlaps(group: Group) -> list[str]:
     """A sentence about the measures whose best model (for a single model: guidance) does not stand out, if there are any."""
     found = list[str]()
     for measure in (measure for measure in group.measures if measure.has_curve):
-        if len(group.models) == 1:
-            best, tied = best_of(group.models[0].curves[measure], measure)
-            found += [f'{measure.title}: {best:g} with {_listed(tied)}'] if tied else []
-        else:
-            tied = [guidance for guidance in group.guidance if best_of(at_guidance(group, measure, guidance), measure)[1]]
-            found += [f'{measure.title} at guidance {_listed(tied)}'] if tied else []
+        marks = group.marks(measure)
+        scales = ', '.join(f'{guidance:g}' for guidance in sorted({guidance for (_, guidance), mark in marks.items() if mark == 'tied'}))
+        if scales and len(group.models) == 1:
+            best = next(guidance for (_, guidance), mark in marks.items() if mark == 'best')
+            found.append(f'{measure.title}: {best:g} with {scales}')
+        elif scales:
+            found.append(f'{measure.title} at guidance {scales}')
     whose = 'The interval of the best guidance overlaps with others' if len(group.models) == 1 else "The best model's interval overlaps with others"
     return [f'{whose} (≈ in the table): {"; ".join(found)}.'] if found else []
 
 
-def _listed(scales: Sequence[float]) -> str:
-    return ', '.join(f'{guidance:g}' for guidance in sorted(scales))
-
-
-def at_guidance(group: Group, measure: Measure, guidance: float) -> dict[str, ScorePoint]:
-    """Points of the models that have this measure at this scale, by the model's name."""
-    curves = {model.name: model.curves.get(measure, {}) for model in group.models}
-    return {name: curve[guidance] for name, curve in curves.items() if guidance in curve}
-
-
-def one_line(protocol: Mapping[str, Any], digest: str) -> str:
+def one_line(model: Scored) -> str:
     """The protocol in a sentence, to be copied with a number."""
-    real, prompts, features = (
-        ', '.join(f'{name} {brief(str(value))}' for name, value in protocol[field].items()) for field in ('real', 'prompts', 'extractors')
-    )
+    protocol = model.result['protocol']
+
+    def listed(field: str) -> str:
+        return ', '.join(f'{name} {brief(str(value))}' for name, value in protocol[field].items())
+
+    images, ending = counted(protocol['samples'], 'image'), f'features: {listed("extractors")}; protocol {model.result["digest"]}'
+    if model.autoencoder is not None:
+        return (
+            f'{images} of {protocol["resolution"]} px, seed {protocol["seed"]}, {protocol["resize"]}; {protocol["latents"]}, '
+            f'{protocol["precision"]}, 8-bit images; real: {listed("real")}; {ending}'
+        )
     return (
-        f'{counted(protocol["samples"], "image")} of {protocol["resolution"]} px, {protocol["sampler"]}, {counted(protocol["steps"], "step")}, '
+        f'{images} of {protocol["resolution"]} px, {protocol["sampler"]}, {counted(protocol["steps"], "step")}, '
         f'guidance {", ".join(f"{guidance:g}" for guidance in protocol["guidance"])}, seed {protocol["seed"]}, {protocol["precision"]} '
-        f'in chunks of {protocol["chunk"]}; real: {real}, {protocol["resize"]}; '
-        f'prompts: {prompts}; features: {features}; protocol {digest}'
+        f'in chunks of {protocol["chunk"]}; real: {listed("real")}, {protocol["resize"]}; prompts: {listed("prompts")}; {ending}'
     )
 
 
-def format_point(point: ScorePoint) -> str:
+def format_point(point: Value) -> str:
     """Return `12.31 ± 0.12`."""
-    return with_error(point.value, point.error)
+    return with_error(point['value'], point.get('error'))
 
 
 def measure_of(key: str, value: Value, of_reconstructions: bool = False) -> Measure:
@@ -236,29 +284,14 @@ def measure_of(key: str, value: Value, of_reconstructions: bool = False) -> Meas
     return Measure(key, f'r{title}' if of_reconstructions and kind.startswith('fid') else title, value.get('lower_is_better', True), sentence)
 
 
-def _measures(key: str, value: Value) -> Iterator[tuple[Measure, ScorePoint]]:
-    """A metric at a guidance scale as single numbers: its own, and the estimates that come with it."""
-    main = measure_of(key, value)
-    error, null, null_count, *references = (_optional(value.get(name)) for name in ('error', 'null', 'null_count', 'target', 'floor', 'ceiling'))
-    yield main, ScorePoint(_number(value.get('value')), error, null, int(null_count) if null_count else None, *references)
+def _measures(key: str, value: Value, of_reconstructions: bool) -> Iterator[tuple[Measure, Value]]:
+    """A metric at a guidance scale and each estimate that comes with it, without numbers that are not finite."""
+    main = measure_of(key, value, of_reconstructions)
+    finite: Any = {name: number for name, number in value.items() if isinstance(number, int | float) and math.isfinite(number)}
+    yield main, finite
     for name, suffix, meaning in ESTIMATES:
-        if name in value:
-            estimate = Measure(f'{key}/{name}', f'{main.title}{suffix}', main.lower_is_better, meaning, has_curve=False)
-            yield estimate, ScorePoint(_number(value.get(name)))
-
-
-def flat(protocol: Mapping[str, Any]) -> dict[str, Any]:
-    """A protocol whose lists are text."""
-    return {field: ', '.join(map(str, value)) if isinstance(value, list) else value for field, value in protocol.items()}
-
-
-def _number(value: Any) -> float:
-    """NaN for what was not measured."""
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _optional(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+        if name in finite:
+            yield Measure(f'{key}/{name}', f'{main.title}{suffix}', main.lower_is_better, meaning, has_curve=False), {'value': finite[name]}
 
 
 def _printable(text: str) -> str:

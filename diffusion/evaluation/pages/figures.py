@@ -1,7 +1,7 @@
 """Curves of evaluations: a metric over guidance or over batches, and one metric against another."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from diffusion.common.pages import LIGHT, SERIES, new_figure, page_style, svg
-from diffusion.evaluation.job.results import CEILING_TITLE, FLOOR_TITLE, INTERVAL_ERRORS
-from diffusion.evaluation.pages.comparing import Group, Measure, ScorePoint
+from diffusion.evaluation.job.results import CEILING_TITLE, FLOOR_TITLE, INTERVAL_ERRORS, Value
+from diffusion.evaluation.pages.comparing import Group, Measure, interval
 
 MARKERS = 'os^DvPX*'
 NAME_LIMIT = 44  # letters in a legend as wide as a telephone
@@ -19,15 +19,8 @@ REFERENCES = (  # of a subject: field of a point, its line, what the caption cal
     ('floor', (0, (6, 3)), 'Long dashes', FLOOR_TITLE),
     ('ceiling', (0, (1, 2)), 'Dotted', CEILING_TITLE),
 )
-AROUND = ((6, 5), (-6, 5), (6, -11), (-6, -11), (0, 9), (0, -15), (12, 0), (-12, 0))  # places of a label next to its point, in points
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a figure: (position, point) in order."""
-
-    name: str
-    points: Sequence[tuple[float, ScorePoint]]
+AROUND = ((6, 5, 'left'), (6, -11, 'left'), (-6, 5, 'right'), (-6, -11, 'right'))  # places of labels next to points, in points, line by line
+Line = tuple[str, Sequence[tuple[float, Value]]]  # name, and (position, point) in order
 
 
 def over_guidance(group: Group) -> list[tuple[Markup, str]]:
@@ -35,16 +28,16 @@ def over_guidance(group: Group) -> list[tuple[Markup, str]]:
     several = len(group.models) > 1
     one_scale = len(group.guidance) == 1 and several
     panels = []
-    for measure in (measure for measure in group.measures if measure.has_curve):
+    for measure in (measure for measure in group.measures if measure.has_curve and not group.of_autoencoders):
         points = [point for model in group.models for point in model.curves.get(measure, {}).values()]
-        if not several and len(group.guidance) == 1 and not any(point.floor is not None or point.ceiling is not None for point in points):
+        if not several and len(group.guidance) == 1 and not any('floor' in point or 'ceiling' in point for point in points):
             continue
         series = [
-            Line(model.name, [(number if one_scale else guidance, point) for guidance, point in model.curves.get(measure, {}).items()])
+            (model.name, [(number if one_scale else guidance, point) for guidance, point in model.curves.get(measure, {}).items()])
             for number, model in enumerate(group.models)
         ]
         label = f'models, at guidance {group.guidance[0]:g}' if one_scale else 'guidance'
-        panels.append(panel(measure, series, label, with_legend=several, ticks=[] if one_scale else group.guidance))
+        panels.append(_panel(measure, series, label, with_legend=several, ticks=[] if one_scale else group.guidance))
     return panels
 
 
@@ -70,21 +63,20 @@ def over_batches(group: Group) -> list[tuple[Markup, str]]:
     for measure in (measure for measure in group.measures if measure.has_curve and len(set(trained.values())) > 1):
         curves = [(trained[model.name], model.curves.get(measure, {})) for model in models]
         series = [
-            Line(f'guidance {guidance:g}', [(batches, curve[guidance]) for batches, curve in curves if guidance in curve])
-            for guidance in group.guidance
+            (f'guidance {guidance:g}', [(batches, curve[guidance]) for batches, curve in curves if guidance in curve]) for guidance in group.guidance
         ]
-        panels.append(panel(measure, series, 'batch', with_legend=True))
+        panels.append(_panel(measure, series, 'batch', with_legend=True))
     return panels
 
 
-def panel(measure: Measure, series: Sequence[Line], label: str, with_legend: bool, ticks: Sequence[float] | None = None) -> tuple[Markup, str]:
+def _panel(measure: Measure, series: Sequence[Line], label: str, with_legend: bool, ticks: Sequence[float] | None = None) -> tuple[Markup, str]:
     """A measure over `label`, with intervals and the band of two halves of the real images; and its caption.
 
     Args:
         ticks: of the horizontal axis; None: chosen, whole numbers.
     """
-    points = [point for line in series for _, point in line.points]
-    nulls = {point.null: point.null_count for point in points if point.null is not None}
+    points = [point for _, line in series for _, point in line]
+    nulls = {point['null']: point.get('null_count') for point in points if 'null' in point}
     null = max(nulls, default=None)
     captions = list[str]()
     with page_style():
@@ -94,13 +86,13 @@ def panel(measure: Measure, series: Sequence[Line], label: str, with_legend: boo
             axis.axhline(null, color=LIGHT['faint'], linewidth=1, linestyle=(0, (2, 2)))
             if measure.lower_is_better:
                 axis.axhspan(min(0.0, null), max(0.0, null), color=LIGHT['faint'], alpha=0.25, linewidth=0)
-        for number, line in enumerate(series):
-            if line.points:
-                _draw(axis, number, [x for x, _ in line.points], [point.value for _, point in line.points], [point for _, point in line.points])
+        for number, (_, line) in enumerate(series):
+            if line:
+                _draw(axis, number, [x for x, _ in line], [point['value'] for _, point in line], [point for _, point in line])
         captions += _draw_references(axis, series)
         axis.margins(0.08, 0.12)
         if null is not None and measure.lower_is_better:  # distances begin at zero, so that their height over the band is their size
-            lowest = min(null, *(point.interval[0] for point in points))
+            lowest = min(null, *(interval(point)[0] for point in points))
             axis.set_ylim(bottom=0.0 if lowest >= 0 else lowest - 0.05 * (axis.get_ylim()[1] - lowest))
         if ticks is None:
             axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -111,7 +103,7 @@ def panel(measure: Measure, series: Sequence[Line], label: str, with_legend: boo
         axis.set_xlabel(label)
         axis.grid(alpha=0.8, linewidth=0.6)
         if with_legend:
-            _legend(figure, [line.name for line in series])
+            _legend(figure, [name for name, _ in series])
         each = f', {count:,} each' if null is not None and (count := nulls[null]) else ''
         if null is not None:
             captions.insert(0, f'Dashed: {null:.3g}, between two halves of the real images{each}.')
@@ -123,14 +115,16 @@ def _against(group: Group, distance: Measure, score: Measure) -> tuple[Markup, s
     with page_style():
         figure = new_figure(4.2, 3.2 + (0.2 * len(group.models) if several else 0))
         axis = figure.subplots()
-        labels = list[tuple[float, float, str, str]]()
         for number, model in enumerate(group.models):
             across, down = model.curves.get(score, {}), model.curves.get(distance, {})
             scales = [guidance for guidance in across if guidance in down]
             if scales:
                 xs, ys = [across[guidance] for guidance in scales], [down[guidance] for guidance in scales]
-                _draw(axis, number, [x.value for x in xs], [y.value for y in ys], ys, xs)
-                labels += [(x.value, y.value, f'{guidance:g}', _colour(number)) for x, y, guidance in zip(xs, ys, scales, strict=True)]
+                _draw(axis, number, [x['value'] for x in xs], [y['value'] for y in ys], ys, xs)
+                right, up, alignment = AROUND[number % len(AROUND)]
+                options: dict[str, Any] = {'color': _colour(number), 'fontsize': 8, 'horizontalalignment': alignment}
+                for x, y, guidance in zip(xs, ys, scales, strict=True):
+                    axis.annotate(f'{guidance:g}', (x['value'], y['value']), (right, up), textcoords='offset points', **options)
         axis.margins(0.12, 0.14)
         axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.set_xlabel(f'{score.title} ({score.direction})')
@@ -138,15 +132,11 @@ def _against(group: Group, distance: Measure, score: Measure) -> tuple[Markup, s
         axis.grid(alpha=0.8, linewidth=0.6)
         if several:
             _legend(figure, [model.name for model in group.models])
-        _place(figure, axis, labels)
-        return svg(
-            figure, f'{distance.title} against {score.title}'
-        ), 'Next to the points: guidance. Better models lie further to the right and lower.'
+        caption = 'Next to the points: guidance. Better models lie further to the right and lower.'
+        return svg(figure, f'{distance.title} against {score.title}'), caption
 
 
-def _draw(
-    axis: Axes, number: int, xs: Sequence[float], ys: Sequence[float], y_points: Sequence[ScorePoint], x_points: Sequence[ScorePoint] = ()
-) -> None:
+def _draw(axis: Axes, number: int, xs: Sequence[float], ys: Sequence[float], y_points: Sequence[Value], x_points: Sequence[Value] = ()) -> None:
     """A line with markers and intervals; a point whose error is not known has none."""
     axis.errorbar(
         xs,
@@ -168,8 +158,8 @@ def _draw_references(axis: Axes, series: Sequence[Line]) -> list[str]:
     captions = list[str]()
     for name, dashes, called, title in REFERENCES:
         curves: dict[tuple[tuple[float, float], ...] | float, int] = {}  # by the first line that has it: lines of one base share their floor
-        for number, line in enumerate(series):
-            points = [(x, value) for x, point in line.points if (value := getattr(point, name)) is not None]
+        for number, (_, line) in enumerate(series):
+            points: list[tuple[float, float]] = [(x, point[name]) for x, point in line if name in point]  # type: ignore[literal-required]
             if points:
                 values = {value for _, value in points}
                 curves.setdefault(values.pop() if len(values) == 1 else tuple(points), number)
@@ -184,8 +174,8 @@ def _draw_references(axis: Axes, series: Sequence[Line]) -> list[str]:
     return captions
 
 
-def _reach(points: Sequence[ScorePoint]) -> list[float]:
-    return [INTERVAL_ERRORS * (point.error or 0.0) for point in points]
+def _reach(points: Sequence[Value]) -> list[float]:
+    return [INTERVAL_ERRORS * point.get('error', 0.0) for point in points]
 
 
 def _colour(number: int) -> str:
@@ -210,39 +200,3 @@ def _spaced(ticks: Sequence[float], least: float = 0.06) -> list[float]:
         if tick - chosen[-1] >= least * (ticks[-1] - ticks[0]):
             chosen.append(tick)
     return chosen
-
-
-def _place(figure: Figure, axis: Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write each label next to its point where it hides least of points, lines and earlier labels."""
-    figure.draw_without_rendering()  # the layout decides where points are
-    scale = figure.dpi / 72
-    points = [axis.transData.transform((x, y)) for x, y, _, _ in labels]
-    taken = [_around(x, y, 3 * scale) for x, y in points]
-    for (x, y), (next_x, next_y), label, following in zip(points, points[1:], labels, labels[1:], strict=False):
-        if label[3] == following[3]:  # the line between them, too
-            taken += [_around(x + share * (next_x - x), y + share * (next_y - y), 1.5 * scale) for share in (i / 24 for i in range(1, 24))]
-    for (x, y, text, colour), (left, bottom) in zip(labels, points, strict=True):
-        width, height = 5.5 * scale * len(text), 8 * scale
-        boxes = {}
-        for across, up in AROUND:
-            start, floor = left + across * scale - width * _share(across), bottom + up * scale
-            boxes[across, up] = start, floor, start + width, floor + height
-        offset = min(AROUND, key=lambda place: sum(_common(boxes[place], other) for other in taken))
-        taken.append(boxes[offset])
-        alignment = {0.0: 'left', 0.5: 'center', 1.0: 'right'}[_share(offset[0])]
-        axis.annotate(text, (x, y), offset, textcoords='offset points', color=colour, fontsize=8, horizontalalignment=alignment)
-
-
-def _around(x: float, y: float, reach: float) -> tuple[float, float, float, float]:
-    return x - reach, y - reach, x + reach, y + reach
-
-
-def _share(offset: int) -> float:
-    """Share of a label's width that lies left of where it begins."""
-    return 0.0 if offset > 0 else 1.0 if offset < 0 else 0.5
-
-
-def _common(first: Sequence[float], second: Sequence[float]) -> float:
-    """Area that two boxes (left, bottom, right, top) share."""
-    width, height = min(first[2], second[2]) - max(first[0], second[0]), min(first[3], second[3]) - max(first[1], second[1])
-    return max(0.0, width) * max(0.0, height)

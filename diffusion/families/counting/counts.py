@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from diffusion.common.arguments import CommandParser
+from diffusion.common.command_line import CommandParser
 from diffusion.common.files import replacing
 from diffusion.common.text import counted
 from diffusion.cost.facts import Counts, EncoderCounts

@@ -13,21 +13,12 @@ from diffusion.contracts.errors import RunError
 from diffusion.contracts.scenes import Verdict
 from diffusion.cost.encoders import NO_PRICE
 from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE
-from diffusion.cost.published import ANYSCALE, MOSAICML_TWO_PHASE
+from diffusion.cost.throughput import ANYSCALE, MOSAICML_TWO_PHASE
 from diffusion.evaluation.job.results import RESULT_NAME
 from diffusion.evaluation.pages.comparing import format_point, groups, read_models
 from diffusion.evaluation.pages.figures import over_batches
 from diffusion.monitoring.report.pictures import curves, generated, name_in_recipes, sample_grids, strips, time_bar
-from diffusion.monitoring.report.run import (
-    EVAL,
-    EVAL_LOSS,
-    GRAD_NORM,
-    NOT_BEGUN,
-    REMEDY,
-    Run,
-    format_value,
-    read_if_present,
-)
+from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, NOT_BEGUN, REMEDY, Run, format_value, read_if_present
 from diffusion.monitoring.time_accounts import propose, rows
 from diffusion.recipe.averaging import coverage
 from diffusion.recipe.schema import Ema
@@ -170,7 +161,7 @@ def headline(run: Run, judged: Mapping[str, Any]) -> list[tuple[str, str]]:
     last = run.last
     loss, num_records = run.final_loss
     dollars = 'dollars so far', run.dollars
-    if run.encoders is not None and run.encoders.dollars is None:
+    if run.encoders is not None and run.encoders.price is None:
         dollars = 'dollars so far, without the encoders', last.get('cost/dollars_so_far')
     return [
         ('batches', run.batches),
@@ -210,12 +201,10 @@ def facts(run: Run) -> list[tuple[str, str]]:
     last, price, bill = run.last, run.price, run.encoders
     encoders = []
     if bill is not None:  # of the machines that encode next to training
-        hours = f'{counted(bill.num_encoders, "encoder")} x {bill.wall_hours:,.3f} h in which training ran'
-        spent = f'not included: their price is not known; {NO_PRICE}'
-        if bill.dollars is not None:
-            spent = f'${bill.dollars:,.4f} at {bill.price}' + (f' x {bill.units:g}' if bill.units != 1 else '')
-        encoders = [('encoders (data.encoders)', hours), ('spent on encoders', spent)]
-        encoders += [] if bill.dollars is None else [('spent with encoders', format_value(run.dollars, '${:,.4f}'))]
+        known = bill.price is not None
+        spent = f'${bill.dollars:,.4f} at {bill.price}' if known else f'not included: their price is not known; {NO_PRICE}'
+        encoders = [('encoders (data.encoders)', bill.formula), ('spent on encoders', spent)]
+        encoders += [] if not known else [('spent with encoders', format_value(run.dollars, '${:,.4f}'))]
     return [
         ('device', run.device),
         ('samples seen', f'{run.samples_seen:,.0f}'),

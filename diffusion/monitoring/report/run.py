@@ -16,9 +16,9 @@ from typing_extensions import TypedDict
 from diffusion.common.files import is_number, read_json, read_json_lines
 from diffusion.common.stopwatch import EVENTS
 from diffusion.contracts.errors import RunError
-from diffusion.cost.encoders import EncoderBill, encoder_bill
+from diffusion.cost.encoders import encoder_row
 from diffusion.cost.formulas import SEC_PER_HOUR
-from diffusion.cost.prices import Price, price_of_run
+from diffusion.cost.prices import CostRow, Price, price_of_run
 from diffusion.evaluation.job.results import with_error
 from diffusion.monitoring.time_accounts import Accounts, account, read_events
 from diffusion.recipe import Duration, any_recipe_from_yaml
@@ -163,10 +163,10 @@ class Run:
         return f'{self.environment.get("num_gpus", 1)} x {name}' + (f' ({cpu})' if name == 'CPU' and cpu else '')
 
     @cached_property
-    def encoders(self) -> EncoderBill | None:
+    def encoders(self) -> CostRow | None:
         """Machines that encoded next to training (`data.encoders`), as the recipe has them now; None without them."""
         online = self.recipe['data'].get('encoders')
-        return None if online is None else encoder_bill(RayEncoders(**online['ray']), Cost(**self.recipe['cost']), self.accounts.running_sec)
+        return None if online is None else encoder_row(RayEncoders(**online['ray']), Cost(**self.recipe['cost']), self.accounts.running_sec)
 
     @property
     def dollars(self) -> float | None:
@@ -174,7 +174,7 @@ class Run:
         gpus, encoders = self.last.get('cost/dollars_so_far'), self.encoders
         if gpus is None or encoders is None:
             return gpus
-        return None if encoders.dollars is None else gpus + encoders.dollars
+        return None if encoders.price is None else gpus + encoders.dollars
 
     @property
     def dates(self) -> tuple[str, str] | None:

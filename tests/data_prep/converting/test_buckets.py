@@ -5,9 +5,8 @@ import math
 import pytest
 
 from data_prep.convert import main
-from data_prep.converting.buckets import AspectBuckets, MinSideBuckets, OneStream, buckets
+from data_prep.converting.buckets import AspectBuckets, Buckets, MinSideBuckets, buckets
 from data_prep.converting.conversion import Options, convert
-from data_prep.converting.filters import Filters
 from diffusion.contracts.manifest import Manifest
 from tests.data_prep.sources.test_sources import samples
 from tests.data_prep.test_convert import jpeg, write_webdataset
@@ -103,12 +102,12 @@ def test_help_says_which_sizes_buckets_have(monkeypatch, capsys):
     assert 'a multiple of 128' in ' '.join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize('kind', [OneStream(), MinSideBuckets((20, 40, 400)), AspectBuckets(128)], ids=lambda kind: kind.settings())
+@pytest.mark.parametrize('kind', [Buckets(), MinSideBuckets((20, 40, 400)), AspectBuckets(128)], ids=lambda kind: kind.settings())
 def test_streams_of_a_dataset(kind, tmp_path):
     """Each is a dataset of its own; the whole adds up."""
     sizes = [(10, 30), (25, 30), (39, 90), (40, 40), (128, 128), (300, 130), (130, 300), (256, 128), (64, 256)]
     rows = [(f'{i:09d}', 'a', jpeg(*size, seed=i), 'success') for i, size in enumerate(sizes)]
-    tally = convert(write_webdataset(tmp_path / 's', rows), tmp_path / 'out', Options(Filters(min_side_px=15), buckets=kind))
+    tally = convert(write_webdataset(tmp_path / 's', rows), tmp_path / 'out', Options(min_side_px=15, buckets=kind))
     whole = Manifest.read(tmp_path / 'out')
     assert (whole.attempted, whole.num_samples) == (tally.attempted, tally.kept) == (9, 9 - tally.dropped.total())
     assert whole.dropped == dict(tally.dropped)

@@ -11,8 +11,8 @@ from PIL import Image
 from data_prep.converting import duplicates
 from data_prep.converting.buckets import MinSideBuckets
 from data_prep.converting.conversion import Options, convert
-from data_prep.converting.filters import Filters, condition
-from data_prep.engines.local import LocalEngine
+from data_prep.converting.filters import condition
+from data_prep.engines.engine import LocalEngine
 from data_prep.mds.job import Share
 from data_prep.sources.base import Row
 from diffusion.contracts.errors import DataError
@@ -135,7 +135,7 @@ def test_an_image_on_the_skip_list_goes_with_all_its_copies(tmp_path):
     images = [{'bytes': POOL[i], 'path': None} for i in (0, 1, 0, 0)]
     put_table(tmp_path / 's/train.parquet', image=images, caption=['first', 'other', 'asked to be left out', 'late'])
     put(tmp_path, 'skip.txt', 'train-000002')
-    tally = convert(tmp_path / 's', tmp_path / 'out', Options(Filters(skip_list=str(tmp_path / 'skip.txt')), duplicates='exact'))
+    tally = convert(tmp_path / 's', tmp_path / 'out', Options(skip_list=str(tmp_path / 'skip.txt'), duplicates='exact'))
     assert [sample['caption'] for sample in samples(tmp_path / 'out')] == ['other']
     assert tally.dropped == {'on the skip-list': 1, REASON: 2}
 
@@ -143,12 +143,11 @@ def test_an_image_on_the_skip_list_goes_with_all_its_copies(tmp_path):
 def test_the_filters_decide_which_is_the_first_that_is_usable(tmp_path):
     same = {'bytes': POOL[0], 'path': None}
     put_table(tmp_path / 's/train.parquet', image=[same] * 4, caption=['', 'bad', 'good', 'late'], score=[1.0, 0.0, 1.0, 1.0])
-    filters = Filters(conditions=(condition('score > 0.5'),))
-    tally = convert(tmp_path / 's', tmp_path / 'out', Options(filters, duplicates='exact'))
+    tally = convert(tmp_path / 's', tmp_path / 'out', Options(conditions=(condition('score > 0.5'),), duplicates='exact'))
     assert [sample['caption'] for sample in samples(tmp_path / 'out')] == ['good']
     assert tally.dropped == {'empty caption': 1, 'not score > 0.5': 1, REASON: 1}
     with pytest.raises(DataError, match='no column other'):
-        convert(tmp_path / 's', tmp_path / 'out2', Options(Filters(conditions=(condition('other > 0.5'),)), duplicates='exact'))
+        convert(tmp_path / 's', tmp_path / 'out2', Options(conditions=(condition('other > 0.5'),), duplicates='exact'))
 
 
 def test_captions_of_other_columns_decide_as_well(tmp_path):
@@ -204,7 +203,7 @@ def test_near_duplicates_are_found_and_different_images_are_not():
 
 @pytest.mark.parametrize(
     ('stream', 'options'),
-    [('', Options(Filters(min_side_px=200), duplicates='near')), ('side-200', Options(buckets=MinSideBuckets((200,)), duplicates='near'))],
+    [('', Options(min_side_px=200, duplicates='near')), ('side-200', Options(buckets=MinSideBuckets((200,)), duplicates='near'))],
 )
 def test_a_small_copy_that_is_left_out_does_not_take_the_large_one_with_it(stream, options, tmp_path):
     large = next(image for image in map(scene, range(20)) if near_digest(encoded(image.resize((160, 120)))) == near_digest(encoded(image)))

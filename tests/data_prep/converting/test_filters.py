@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.converting.conversion import Options, convert
-from data_prep.converting.filters import ColumnError, Condition, Filters, condition, laion_condition, read_skip_list, with_captions
+from data_prep.converting.filters import ColumnError, Condition, condition, laion_condition, read_skip_list, with_captions
 from data_prep.sources.base import Row
 from diffusion.contracts.errors import DataError
 from tests.data_prep.sources.test_sources import put, put_table, samples
@@ -23,14 +23,14 @@ def row(**columns):
 @pytest.mark.parametrize(
     ('filters', 'passing', 'failing', 'reason'),
     [
-        (Filters(min_side_px=40), [(40, 40), (40, 900), (900, 40)], [(39, 900), (900, 39)], 'short side below 40 px'),
-        (Filters(max_aspect_ratio=1.15), [(115, 100), (100, 115), (1150, 1000), (7, 7)], [(116, 100), (1000, 1151)], 'aspect ratio above 1.15'),
-        (Filters(max_aspect_ratio=1.1), [(110, 100), (11, 10)], [(1101, 1000)], 'aspect ratio above 1.1'),
+        (Options(min_side_px=40), [(40, 40), (40, 900), (900, 40)], [(39, 900), (900, 39)], 'short side below 40 px'),
+        (Options(max_aspect_ratio=1.15), [(115, 100), (100, 115), (1150, 1000), (7, 7)], [(116, 100), (1000, 1151)], 'aspect ratio above 1.15'),
+        (Options(max_aspect_ratio=1.1), [(110, 100), (11, 10)], [(1101, 1000)], 'aspect ratio above 1.1'),
     ],
 )
 def test_sizes(filters, passing, failing, reason):
-    assert [filters.size_reason(*size) for size in passing] == [None] * len(passing)
-    assert [filters.size_reason(*size) for size in failing] == [reason] * len(failing)
+    assert [filters.place(*size)[1] for size in passing] == [None] * len(passing)
+    assert [filters.place(*size)[1] for size in failing] == [reason] * len(failing)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_sizes(filters, passing, failing, reason):
     ],
 )
 def test_captions(captions, weights, usable, reason):
-    found, why = Filters(min_caption_chars=3, max_caption_chars=5).usable_captions(Row('', '', captions, b'', caption_weights=weights))
+    found, why = Options(min_caption_chars=3, max_caption_chars=5).usable_captions(Row('', '', captions, b'', caption_weights=weights))
     assert [(caption, pytest.approx(weight)) for caption, weight in usable] == found
     assert why == reason
 
@@ -133,11 +133,11 @@ def test_laions_scores_have_several_names(name):
 
 
 def test_a_missing_column_is_an_error_whatever_else_is_wrong_with_the_row():
-    filters = Filters(conditions=(condition('x < 1'), condition('y < 1')))
+    filters = Options(conditions=(condition('x < 1'), condition('y < 1')))
     with pytest.raises(ColumnError, match='no column y; the source has x'):
-        filters.row_reason(Row('', '', [], None, {'x': 2}, 'failed to download'))
+        filters.usable_captions(Row('', '', [], None, {'x': 2}, 'failed to download'))
     with pytest.raises(ColumnError, match='the source has no columns'):
-        filters.row_reason(Row('', '', [], b''))
+        filters.usable_captions(Row('', '', [], b''))
 
 
 def test_numbers_of_a_csv_and_the_error_of_a_missing_column(tmp_path):
@@ -150,11 +150,11 @@ def test_numbers_of_a_csv_and_the_error_of_a_missing_column(tmp_path):
     with (tmp_path / 's/metadata.csv').open('w') as file:
         csv.writer(file).writerows([('file_name', 'caption', 'punsafe', 'license'), *rows])
     conditions = (laion_condition('punsafe', '<=', 0.45), condition('license == by'))
-    tally = convert(tmp_path / 's', tmp_path / 'out', Options(Filters(conditions=conditions)))
+    tally = convert(tmp_path / 's', tmp_path / 'out', Options(conditions=conditions))
     assert tally.dropped == {'not punsafe <= 0.45': 1, 'punsafe unknown': 2, "not license == 'by'": 1}
     assert [sample['key'] for sample in samples(tmp_path / 'out')] == ['0.jpg']
     with pytest.raises(DataError, match=r'part 00000: there is no column similarity .*; the source has file_name, caption, punsafe, license'):
-        convert(tmp_path / 's', tmp_path / 'out2', Options(Filters(conditions=(laion_condition('similarity', '>=', 0.3),))))
+        convert(tmp_path / 's', tmp_path / 'out2', Options(conditions=(laion_condition('similarity', '>=', 0.3),)))
     assert not (tmp_path / 'out2/manifest.json').exists()
 
 
@@ -179,14 +179,14 @@ def test_the_skip_list_knows_keys_urls_and_digests(name, content, tmp_path):
         pq.write_table(pa.table(content), path)
     else:
         path.write_text(content)
-    tally = convert(tmp_path / 's', tmp_path / 'out', Options(Filters(skip_list=str(path))))
+    tally = convert(tmp_path / 's', tmp_path / 'out', Options(skip_list=str(path)))
     assert tally.dropped == {'on the skip-list': 4}
     assert [sample['key'] for sample in samples(tmp_path / 'out')] == ['4.jpg', '5.jpg']
     path.rename(tmp_path / f'moved-{name}')  # the same list elsewhere
-    assert convert(tmp_path / 's', tmp_path / 'out', Options(Filters(skip_list=str(tmp_path / f'moved-{name}')))).attempted_now == 0
+    assert convert(tmp_path / 's', tmp_path / 'out', Options(skip_list=str(tmp_path / f'moved-{name}'))).attempted_now == 0
     put(tmp_path, 'other.txt', '5.jpg')
     with pytest.raises(DataError, match='was begun with skip_list'):
-        convert(tmp_path / 's', tmp_path / 'out', Options(Filters(skip_list=str(tmp_path / 'other.txt'))))
+        convert(tmp_path / 's', tmp_path / 'out', Options(skip_list=str(tmp_path / 'other.txt')))
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from data_prep.converting import conversion as converting
-from data_prep.converting.conversion import Conversion, Piece
+from data_prep.converting.conversion import Conversion
 from data_prep.encoding import dataset as encoding
 from data_prep.encoding.dataset import EncodeWork
 from data_prep.mds.job import Tally
+from data_prep.sources.base import Part
 
 PART_SEC = float(os.environ.get('SLOW_PART_SEC', '0.5'))
 
 
 class SlowConversion(Conversion):
-    def __call__(self, piece: Piece) -> Tally:
+    def __call__(self, part: Part) -> Tally:
         time.sleep(PART_SEC)
-        return super().__call__(piece)
+        return super().__call__(part)
 
 
 class SlowEncoding(EncodeWork):

@@ -22,7 +22,7 @@ from diffusion.contracts.errors import EncoderError, IncompleteError
 from diffusion.recipe.schema import EncoderSource
 from tests.conftest import NUM_IMAGES, REPOSITORY, read_json, run_here, run_python
 from tests.data_prep.captioner import write_captioner
-from tests.data_prep.engines.works import DiesAfterCommit, DiesAtStart, Squares
+from tests.data_prep.engines.works import DiesAfterCommit, DiesAtStart, NumberFile, Squares
 from tests.data_prep.test_convert import write_webdataset
 from tests.data_prep.test_recaption import DRAWN
 from tests.faults.children import ranks
@@ -62,7 +62,7 @@ def write_squares(folder, numbers):
     folder.mkdir()
     for number in numbers:
         (folder / {13: 'poison', 14: 'slow'}.get(number, str(number))).write_text(str(number))
-    return Squares(str(folder), str(folder.parent)), sorted(path.name for path in folder.iterdir())
+    return Squares(str(folder), str(folder.parent)), [NumberFile(name) for name in sorted(path.name for path in folder.iterdir())]
 
 
 def undo_half(folder):
@@ -230,18 +230,16 @@ def test_a_machine_with_other_versions_is_refused(tmp_path, monkeypatch):
 
 
 def test_folders_that_a_machine_does_not_share_are_refused(tmp_path, monkeypatch):
-    from data_prep.engines.worker import NodeCheck
-
     work, items = write_squares(tmp_path / 'source', [1])
     with check_for(work, items[0]) as check:
-        assert check.enter() is None
-        elsewhere = NodeCheck(check.identity, check.folder, str(tmp_path / 'other/1'), check.token)
-        assert f'{tmp_path}/other/1 of SOURCE is not there: use object storage' in elsewhere.enter()
+        assert check() is None
+        identity, folder, source, token = check.args
+        assert f'{tmp_path}/other/1 of SOURCE is not there: use object storage' in check.func(identity, folder, str(tmp_path / 'other/1'), token)
         with scratch_for(work.writes) as another:
             (another / 'token').write_text('of another disk')
-            elsewhere = NodeCheck(check.identity, check.folder, check.source, (str(another / 'token'), check.token[1]))
-            assert f'DEST {tmp_path} is another folder there than here: use object storage' in elsewhere.enter()
-    assert 'is another folder there' in check.enter()  # its token is gone
+            said = check.func(identity, folder, source, (str(another / 'token'), token[1]))
+            assert f'DEST {tmp_path} is another folder there than here: use object storage' in said
+    assert 'is another folder there' in check()  # its token is gone
 
 
 def test_options_that_could_do_nothing_are_refused(tmp_path, monkeypatch):

@@ -5,19 +5,31 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from data_prep.converting.conversion import Conversion, Piece
+from data_prep.converting.conversion import Conversion
 from data_prep.engines.engine import StreamedWork
 from data_prep.mds.job import Tally
+from data_prep.sources.base import Part
 from diffusion.common.storage import Folder, open_folder
 
 POISON = 'poison'
 SLOW = 'slow'
 
 
+class NumberFile(NamedTuple):
+    """A file with a number."""
+
+    path: str
+
+    @property
+    def name(self) -> str:
+        return f'part-{self.path}'
+
+
 @dataclass(frozen=True)
-class Squares(StreamedWork[str, int, int]):
-    """An item is the name of a file with a number; of POISON the process ends, in one stage or the other; SLOW never ends."""
+class Squares(StreamedWork[NumberFile, int, int]):
+    """The square of a number in a file; of POISON the process ends, in one stage or the other; SLOW never ends."""
 
     label = 'squares'
 
@@ -33,23 +45,17 @@ class Squares(StreamedWork[str, int, int]):
     def writes(self) -> Folder:
         return open_folder(self.dest)
 
-    def name(self, item: str) -> str:
-        return f'part-{item}'
-
-    def file(self, item: str) -> str:
-        return item
-
-    def count(self, item: str, result: int) -> int:
+    def count(self, item: NumberFile, result: int) -> int:
         return 1
 
     def here(self, items, processes):
         raise NotImplementedError
 
-    def messages(self, item: str) -> Generator[int]:
+    def messages(self, item: NumberFile) -> Generator[int]:
         yield 1
         if self.dies_reading:
-            self._meet(item)
-        yield int((Path(self.source) / item).read_text())
+            self._meet(item.path)
+        yield int((Path(self.source) / item.path).read_text())
 
     def start_fed(self, cpus: int, gpus: float) -> Callable[[Iterator[int]], int]:
         def make(messages: Iterator[int]) -> int:
@@ -82,8 +88,8 @@ class DiesAtStart(Squares):
 class DiesAfterCommit(Conversion):
     """Ends its process once, just after its first part was committed."""
 
-    def __call__(self, piece: Piece) -> Tally:
-        tally = super().__call__(piece)
+    def __call__(self, part: Part) -> Tally:
+        tally = super().__call__(part)
         marker = Path(self.job.dest.url).parent / 'has-died'
         if not marker.exists():
             marker.touch()

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from data_prep.converting.conversion import Options, convert
-from data_prep.converting.filters import Filters, condition
+from data_prep.converting.filters import condition
 from data_prep.encoding.dataset import encode
 from data_prep.mds import command
 from data_prep.mds.job import Share
@@ -23,7 +23,7 @@ from diffusion.recipe.schema import EncoderSource
 from tests.conftest import NUM_IMAGES, REPOSITORY, read_json
 from tests.data_prep.test_convert import jpeg, read, write_webdataset
 
-ALL, LARGE = Options(), Options(Filters(min_side_px=64))
+ALL, LARGE = Options(), Options(min_side_px=64)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_second_command_with_other_filters_is_refused_while_the_first_works_on
 def one_of(source, out, side_px, barrier, answers):
     barrier.wait()
     try:
-        answers.put((side_px, convert(source, out, Options(Filters(min_side_px=side_px))).kept))
+        answers.put((side_px, convert(source, out, Options(min_side_px=side_px)).kept))
     except DataError as error:
         answers.put((side_px, str(error)))
 
@@ -76,7 +76,7 @@ def test_of_commands_started_at_the_same_instant_in_object_storage_one_wins(s3, 
     def begin(side_px):
         barrier.wait()
         try:
-            return convert(source, 's3://bucket/images', Options(Filters(min_side_px=side_px))).kept
+            return convert(source, 's3://bucket/images', Options(min_side_px=side_px)).kept
         except DataError as error:
             return str(error)
 
@@ -115,7 +115,7 @@ def test_opt_outs_hold_although_another_job_is_there(source, tmp_path):
     copies = [(f'{i:09d}', 'the same', jpeg(seed=i // 4), 'success') for i in range(8)]
     source = write_webdataset(tmp_path / 'copies', copies, per_shard=4)
     (tmp_path / 'optouts.txt').write_text('000000000\n')
-    listed = Options(Filters(skip_list=str(tmp_path / 'optouts.txt')), duplicates='exact')
+    listed = Options(skip_list=str(tmp_path / 'optouts.txt'), duplicates='exact')
     begun_by(listed, source, tmp_path / 'out', Options(duplicates='exact'))
     assert list(read(tmp_path / 'alone')) == ['000000004']
     convert(source, tmp_path / 'out', listed)
@@ -144,17 +144,17 @@ def test_a_dest_in_which_nothing_was_kept_is_begun_with_other_options(where, req
     if where == 's3':
         request.getfixturevalue('s3')
         out = 's3://bucket/out'
-    nothing = Options(Filters(min_side_px=1000), duplicates='exact')
+    nothing = Options(min_side_px=1000, duplicates='exact')
     assert convert(source, out, nothing).kept == 0
     assert convert(source, out, nothing).attempted_now == 0  # the same again is the same
-    assert convert(source, out, Options(Filters(min_side_px=64), duplicates='exact')).kept == 4
+    assert convert(source, out, Options(min_side_px=64, duplicates='exact')).kept == 4
     with pytest.raises(DataError, match='was begun with min_side_px=64, now it is 1; name another DEST$'):
         convert(source, out, Options(duplicates='exact'))
 
 
 def test_a_source_of_other_parts_takes_the_place_of_nothing(source, tmp_path):
     (tmp_path / 'one').mkdir()
-    convert(source, tmp_path / 'out', Options(Filters(min_side_px=1000)))
+    convert(source, tmp_path / 'out', Options(min_side_px=1000))
     for name in ('00000.tar', '00000.parquet'):
         shutil.copy2(source / name, tmp_path / 'one')
     assert convert(tmp_path / 'one', tmp_path / 'out').kept == 4
@@ -162,7 +162,7 @@ def test_a_source_of_other_parts_takes_the_place_of_nothing(source, tmp_path):
 
 def test_an_option_put_right_begins_the_same_dest(source, tmp_path):
     with pytest.raises(DataError, match='no column punsave'):
-        convert(source, tmp_path / 'out', Options(Filters(conditions=(condition('punsave < 1'),))))
+        convert(source, tmp_path / 'out', Options(conditions=(condition('punsave < 1'),)))
     assert convert(source, tmp_path / 'out', LARGE).kept == 4
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from data_prep.converting.conversion import Options, convert
-from data_prep.converting.filters import Filters
 from data_prep.encoding.dataset import encode
 from data_prep.sources.folder import open_source
 from diffusion.common.storage import StorageRefusal, open_folder
@@ -187,7 +186,7 @@ def test_a_skip_list_is_a_regular_file(kind, tmp_path):
 
 
 def with_skip_list(source, out, path):
-    return outcome(source, out, options=Options(Filters(skip_list=path)))
+    return outcome(source, out, options=Options(skip_list=path))
 
 
 def test_lists_are_read_up_to_a_size(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from data_prep.converting.conversion import Options, convert
-from data_prep.converting.filters import Filters, condition
+from data_prep.converting.filters import condition
 from diffusion.contracts.errors import DataError
 from tests.data_prep.sources.test_sources import ROWS, put, put_images, samples
 from tests.data_prep.test_convert import jpeg
@@ -38,7 +38,7 @@ def test_lists_and_the_images_they_do_not_name(tmp_path):
     assert {key: sample['score'] for key, sample in found.items()} == {'0.jpg': 0.25, 'deep/er/x.PNG': 0.75, 'photo.jfif': None}
     assert found['0.jpg']['captions'] == [['one', 0.5], ['another', 0.5]]
     assert found['0.jpg']['url'] == 'http://x/0'
-    filtered = Options(Filters(conditions=(condition('score >= 0.5'),)))
+    filtered = Options(conditions=(condition('score >= 0.5'),))
     assert [sample['key'] for sample in (convert(folder, tmp_path / 'out2', filtered), samples(tmp_path / 'out2'))[1]] == ['deep/er/x.PNG']
 
 

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.converting.buckets import OneStream
+from data_prep.converting.buckets import Buckets
 from data_prep.converting.conversion import Options, convert
-from data_prep.converting.filters import Filters, condition
+from data_prep.converting.filters import condition
 from data_prep.sources.parquet import parquet_rows
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import Manifest
@@ -65,7 +65,7 @@ def test_a_damaged_part_in_the_middle_stops_what_its_repair_finishes(tmp_path):
     assert [sample['key'] for sample in samples(tmp_path / 'out')] == [key for key, *_ in rows]
 
 
-@pytest.mark.parametrize('buckets', [OneStream(), TwoShapes()], ids=['one stream', 'buckets'])
+@pytest.mark.parametrize('buckets', [Buckets(), TwoShapes()], ids=['one stream', 'buckets'])
 def test_an_mds_filtered_and_sharded_again_keeps_what_it_knows(buckets, tmp_path):
     put_table(
         tmp_path / 's/train.parquet',
@@ -75,7 +75,7 @@ def test_an_mds_filtered_and_sharded_again_keeps_what_it_knows(buckets, tmp_path
         score=[0.25, 0.5, 0.75],
     )
     convert(tmp_path / 's', tmp_path / 'first', Options(buckets=buckets, captions={'caption': 0.9, 'long': 0.1}, keep_columns=('score',)))
-    again = Options(Filters(conditions=(condition('score < 0.7'),), max_caption_chars=10), keep_columns=('score',), shard_bytes=5000)
+    again = Options(conditions=(condition('score < 0.7'),), max_caption_chars=10, keep_columns=('score',), shard_bytes=5000)
     tally = convert(tmp_path / 'first', tmp_path / 'second', again)
     assert (tally.attempted, tally.kept, tally.dropped) == (3, 2, {'not score < 0.7': 1})
     streams = Manifest.read(tmp_path / 'first').streams or ['']
@@ -87,7 +87,7 @@ def test_an_mds_filtered_and_sharded_again_keeps_what_it_knows(buckets, tmp_path
         assert sample == {**before[key], 'captions': captions}
     assert len(json.loads((tmp_path / 'second/index.json').read_text())['shards']) == 2  # one each
     with pytest.raises(DataError, match='no column punsafe'):
-        convert(tmp_path / 'first', tmp_path / 'third', Options(Filters(conditions=(condition('punsafe < 1'),))))
+        convert(tmp_path / 'first', tmp_path / 'third', Options(conditions=(condition('punsafe < 1'),)))
 
 
 def gif_like_png():
@@ -154,7 +154,7 @@ def test_shards_become_larger_and_kept_columns_stay(tmp_path):
     put_table(tmp_path / 's/train.parquet', image=[{'bytes': jpeg(seed=i), 'path': None} for i in range(40)], caption=['c'] * 40, score=[0.5] * 40)
     convert(tmp_path / 's', tmp_path / 'small', Options(keep_columns=('score',), shard_bytes=1 << 13))
     convert(tmp_path / 'small', tmp_path / 'large')
-    convert(tmp_path / 'large', tmp_path / 'again', Options(Filters(conditions=(condition('score < 1'),))))
+    convert(tmp_path / 'large', tmp_path / 'again', Options(conditions=(condition('score < 1'),)))
     shards = [len(list((tmp_path / name).rglob('*.mds'))) for name in ('small', 'large')]
     assert shards[0] > 5
     assert shards[1] == 1

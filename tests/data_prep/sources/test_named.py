@@ -11,7 +11,7 @@ from PIL import Image
 from streaming import MDSWriter
 
 from data_prep.converting.conversion import Options, convert
-from data_prep.converting.filters import Filters, condition
+from data_prep.converting.filters import condition
 from diffusion.contracts.errors import DataError
 from tests.conftest import run_here
 from tests.data_prep.sources.test_sources import put, put_table, samples
@@ -144,7 +144,7 @@ def test_laion_shards_of_mosaicml_diffusion(tmp_path):
     first, *_, last = samples(tmp_path / 'out')
     assert (first['key'], first['url'], first['caption'], first['hash'], first['exif']) == ('000000000', 'http://x/0', 'caption 0', 0, '')
     assert (first['image'], first['width'], last['key']) == (rows[0]['jpg'], 40, '000000001')
-    options = Options(Filters(max_caption_chars=100))
+    options = Options(max_caption_chars=100)
     tally = convert(tmp_path / 's', tmp_path / 'all', options, columns=NAMED)
     assert (tally.kept, tally.dropped) == (6, {'not a readable JPEG, PNG or WebP': 2, 'empty caption': 2})
     assert convert(tmp_path / 's', tmp_path / 'all', options, columns=NAMED).attempted_now == 0
@@ -206,5 +206,5 @@ def test_columns_for_a_format_that_has_none(tmp_path):
 
 def test_conditions_see_the_numbers_of_an_mds(tmp_path):
     write_mds(tmp_path / 's', LAION, [laion_row(i, width=i) for i in range(4)])
-    tally = convert(tmp_path / 's', tmp_path / 'out', Options(Filters(conditions=(condition('width >= 2'),))), columns=NAMED)
+    tally = convert(tmp_path / 's', tmp_path / 'out', Options(conditions=(condition('width >= 2'),)), columns=NAMED)
     assert tally.dropped == {'not width >= 2': 2}

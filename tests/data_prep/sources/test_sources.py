@@ -12,7 +12,7 @@ import pytest
 from streaming import LocalDataset
 
 from data_prep.converting.conversion import Options, convert
-from data_prep.converting.filters import Filters, condition
+from data_prep.converting.filters import condition
 from data_prep.sources.formats import find_source
 from diffusion.contracts.errors import DataError
 from tests.data_prep.test_convert import jpeg, write_parquet, write_webdataset
@@ -242,7 +242,7 @@ def test_captions_may_have_any_name_if_it_is_given(tmp_path):
 
 
 def test_a_coco_file_gives_columns(tmp_path):
-    options = Options(Filters(conditions=(condition('license == 1'),)), keep_columns=('id',))
+    options = Options(conditions=(condition('license == 1'),), keep_columns=('id',))
     assert convert(coco(tmp_path / 's'), tmp_path / 'out', options).dropped['not license == 1'] == 3
     assert [(sample['key'], sample['id']) for sample in samples(tmp_path / 'out')] == [('1.jpg', 7), ('5.jpg', 35)]
 

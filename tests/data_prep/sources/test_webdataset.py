@@ -7,7 +7,7 @@ import tarfile
 import pytest
 
 from data_prep.converting.conversion import Options, convert
-from data_prep.converting.filters import Filters, condition
+from data_prep.converting.filters import condition
 from data_prep.sources.formats import find_source
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import Manifest
@@ -88,7 +88,7 @@ def test_every_sample_is_kept_or_counted(tmp_path):
     first, *_ = samples(tmp_path / 'out')
     assert (first['url'], first['cls'], first['punsafe'], first['original_width'], first['width']) == ('http://x/y', '7', 0.1, 80, 40)
     assert Manifest.read(tmp_path / 'out').source['format'] == 'WebDataset'
-    filtered = convert(tmp_path / 's', tmp_path / 'filtered', Options(Filters(conditions=(condition('punsafe < 0.5'),))))
+    filtered = convert(tmp_path / 's', tmp_path / 'filtered', Options(conditions=(condition('punsafe < 0.5'),)))
     assert (filtered.kept, filtered.dropped['punsafe unknown']) == (1, 3)
 
 

@@ -1,4 +1,4 @@
-"""The reference of recipes as a Markdown page (docs/recipe-reference.md), from the declarations of their keys and nothing else."""
+"""The page docs/recipe-reference.md, made from the declarations of a recipe's keys and nothing else; pages.py runs it."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Contradictions between a recipe and the manifest of a dataset."""
+"""Rules between a recipe and the manifest of a dataset that it names."""
 
 import math
 import re
@@ -13,7 +13,7 @@ LEAST_BUCKET_AREA = 0.7  # as a share of side x side; the smallest of data_prep.
 BUCKETS_MULTIPLE_PX = 128  # of the PX in its --buckets aspect:PX
 
 
-def contradictions(manifest: Manifest, recipe: AnyRecipe, setting: str, vae_sha256: str | None = None, geometry: bool = False) -> list[str]:
+def manifest_errors(manifest: Manifest, recipe: AnyRecipe, setting: str, vae_sha256: str | None = None, geometry: bool = False) -> list[str]:
     """List every way in which a dataset does not fit the recipe, each naming the manifest's field and the recipe's.
 
     Args:
