@@ -1,6 +1,7 @@
 """Images that are files: a folder with a caption file next to each or with lists of captions, and COCO captions."""
 
 import csv
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from json import JSONDecodeError
 from pathlib import Path, PurePosixPath
@@ -231,6 +232,9 @@ def _csv_lines(file: TextIO, where: str) -> dict[int, dict[str, Any]]:
     reader = csv.DictReader(_text_lines(file, where), strict=True)
     lines = {}
     try:
+        twice = [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]
+        if twice:  # the reader would keep the last one's cells and lose the others'
+            raise DataError(f'{where}: its heading has the column {twice[0]!r} more than once; rename or remove one')
         for line in reader:
             lines[reader.line_num] = line
     except csv.Error as error:

@@ -79,7 +79,7 @@ def colours(image: Image.Image, palette: Palette = PALETTE) -> tuple[str, str]:
     background = np.bincount(nearest[~inside], minlength=len(names)).argmax()
     counts = np.bincount(nearest[inside], minlength=len(names))
     counts[background] = 0
-    return names[counts.argmax()], names[background]
+    return names[np.argmax(counts)], names[background]
 
 
 def look(image: Image.Image, palette: Palette = PALETTE) -> Scene:
@@ -109,7 +109,7 @@ def largest_area(image: Image.Image, colour: tuple[int, int, int], background: t
     if count == 0:
         return None
     sizes = np.bincount(labels.ravel())[1:]
-    return labels == sizes.argmax() + 1 if sizes.max() >= SMALLEST_AREA * labels.size else None
+    return labels == np.argmax(sizes) + 1 if np.max(sizes) >= SMALLEST_AREA * labels.size else None
 
 
 def nearest_shape(area: np.ndarray) -> str:

@@ -88,6 +88,7 @@ def test_sidecars_of_images_that_are_not_read_are_counted(tmp_path):
         ('metadata.csv', 'file_name,caption\n0.jpg,a\n,b\n', 'line 3 names no image'),
         ('captions.jsonl', '{"file_name": "0.jpg", "prompt": "a"}', 'no column caption .*--captions: the source has file_name, prompt'),
         ('metadata.csv', 'file_name,caption\n0.jpg,one,two\n', 'line 2 has more cells'),
+        ('metadata.csv', 'file_name,caption,caption\n0.jpg,one,two\n', "the column 'caption' more than once; rename"),
         ('metadata.csv', 'file_name,caption\n0.jpg,"one\n1.jpg,two\n', 'metadata.csv: cannot be read'),
         ('metadata.csv', '', 'needs a column named one of file_name'),
         ('annotations/captions_x.json', '[]', 'captions_x.json: is not a COCO'),
