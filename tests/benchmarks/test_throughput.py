@@ -415,7 +415,7 @@ def test_old_rows_do_not_pass_for_new_ones(fake, tmp_path, monkeypatch, capsys):
         '2 of 3 points were measured before (commit aaa, torch 2.14.1, 2026-11-20); --again measured --again "out of memory" measures again.'
     )
     assert last_line([0.0, 0.6], 'ccc') == (
-        '2 of 2 points were measured before (commit aaa, torch 2.14.1, 2026-11-20: 1; commit bbb, torch 2.7.0, 2026-11-20: 1); --again measured measures again.'
+        '2 of 2 points were measured before (commit aaa, torch 2.14.1, 2026-11-20: 1; commit bbb, torch 2.14.1, 2026-11-20: 1); --again measured measures again.'
     )
     assert last_line([0.6, 0.4], 'ccc', '--again', 'measured') == (
         '1 of 2 points was measured before (commit aaa, torch 2.14.1, 2026-11-20); --again "out of memory" measures again.'
