@@ -34,7 +34,7 @@ class StreamSource:
     dataset: str
     """Name of the recipe's stream."""
     stream: Stream
-    """Where it lies; a bucket has no proportion: it is the dataset's, and `shares` heeds it."""
+    """Places of its shards; a bucket has no proportion: it is the dataset's, and `shares` heeds it."""
     manifest: Manifest
     index: bytes
     """Content of index.json."""

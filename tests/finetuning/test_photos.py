@@ -19,6 +19,7 @@ from diffusion.checkpoints.reading import find_checkpoint
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import Manifest
 from diffusion.datasets.loader import dataset_identities, eval_loader, train_loader
+from diffusion.encoders.frozen import Vae
 from diffusion.finetuning import prepare as module
 from diffusion.finetuning.photos import read_photos
 from diffusion.finetuning.prepare import prepare_streams
@@ -115,6 +116,15 @@ def test_photos_that_cannot_be_used_end_the_run_with_65(settings, photos, tmp_pa
     with Forked(settings, tmp_path / 'output.txt') as process:
         assert f'{photos}/broken.jpg: not a readable JPEG, PNG or WebP' in process.wait(65)
     assert not (tmp_path / PREPARED).exists()
+
+
+def test_a_gpu_with_too_little_memory_is_told_with_the_remedy(load, monkeypatch):
+    def full(*_):
+        raise torch.cuda.OutOfMemoryError('CUDA out of memory')
+
+    monkeypatch.setattr(Vae, 'encode', full)
+    with pytest.raises(DataError, match=r'the GPU has too little memory for \d+ images of \d+ x \d+ px: CUDA out of memory; free it .* --batch-size'):
+        prepare_streams(load())
 
 
 def test_a_run_that_is_killed_while_it_prepares_starts_from_scratch(settings, tmp_path):

@@ -36,7 +36,7 @@ class MachineError(Exception):
 
 
 class Order(StrEnum):
-    """What the backend wants of a running attempt."""
+    """Wish of the backend for a running attempt."""
 
     CONTINUE = 'continue'
     RELEASE = 'release'  # save, hand over, give the job back

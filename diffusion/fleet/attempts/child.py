@@ -214,7 +214,7 @@ def _last_error(said: Sequence[str]) -> tuple[int, int]:
 
 
 def _begin_of_text(said: Sequence[str], end: int) -> int:
-    """Where a text of several lines begins: a heading, indented lines and what follows them, or lines about one subject."""
+    """Return where a text of several lines begins: a heading, indented lines and what follows them, or lines about one subject."""
     begin = max(0, end - 1)
     while begin > max(0, end - ERROR_LINES) and (
         said[begin].startswith((' ', '\t')) or said[begin - 1].startswith((' ', '\t')) or said[begin].split(': ')[0] == said[begin - 1].split(': ')[0]

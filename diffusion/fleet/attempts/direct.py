@@ -309,7 +309,7 @@ def _remove(folder: Folder, name: str) -> None:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Of `fleet run`.
+    """Options of `fleet run`.
 
     Attributes:
         job: file of the job.

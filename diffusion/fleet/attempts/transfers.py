@@ -219,7 +219,7 @@ class _Limits:
         self.name, self.num_files, self.num_bytes = name, 0, 0
 
     def place(self, folder: Path, inside: str, num_bytes: int, is_folder: bool) -> Path:
-        """Where a file of the archive goes.
+        """Return the path that a file of the archive goes to.
 
         Raises:
             JobInputError: not into the folder, or there is too much.

@@ -47,7 +47,7 @@ class Packed:
 
 
 def input_mistakes(name: str, source: Path) -> list[str]:
-    """What no machine could read in an input: said before it is uploaded and a machine is paid for.
+    """List what no machine could read in an input: said before it is uploaded and a machine is paid for.
 
     Args:
         name: of the input; all but the base model are photos.
