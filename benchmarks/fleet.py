@@ -75,8 +75,11 @@ def claims_of(url: str, num_queued: int) -> Iterator[dict[str, Any]]:
                 [owner, secrets.token_bytes(32), b''],
             )
         connection.execute("insert into pool (name, token_hash, price_per_hour) values ('pool', %s, 0.3)", [secrets.token_bytes(32)])
+        connection.execute("insert into recipe values ('r', 'said')")
         for number in range(CLAIMS):  # each claims once: one that asks again has forgotten its job
-            connection.execute("insert into node (name, pool, gpu, gpu_gb) values (%s, 'pool', 'fake', 24)", [f'machine-{number}'])
+            connection.execute(
+                """insert into node (name, pool, gpu, gpu_gb, recipes) values (%s, 'pool', 'fake', 24, '{"r": "said"}')""", [f'machine-{number}']
+            )
             connection.execute('insert into session (node, token_hash, price_per_hour) values (%s, %s, 0.3)', [f'machine-{number}', b'%d' % number])
     for name, change in QUEUES.items():
         with connected(url) as connection:
@@ -89,7 +92,7 @@ def claims_of(url: str, num_queued: int) -> Iterator[dict[str, Any]]:
             if change:
                 connection.execute(change.replace('HALF', str(num_queued // 2)))
             connection.execute('analyze')
-        parameters = {'name': 'machine-0', 'gpu_gb': 24, 'image': '', 'trusted': False}
+        parameters = {'name': 'machine-0', 'recipes': ['r'], 'gpu_gb': 24, 'image': '', 'trusted': False}
         with connected(url) as connection:
             plan = [row['QUERY PLAN'] for row in connection.execute(f'explain (analyze, buffers) {PICK}', parameters)]
         if not change:
@@ -122,17 +125,18 @@ def idle_share(server: Any, num_workers: int, poll_sec: float, seconds: float) -
     """CPU of the service and of the database as shares of one core, with machines that ask and are told to wait, and without any."""
     import requests
 
+    from diffusion.fleet.jobs.checking import recipe_digests
     from diffusion.fleet.queue.database import connected, new_token
     from diffusion.fleet.service.gate import digest
 
     token = new_token('pool')
     with connected(server.url) as connection:
         connection.execute('truncate job, attempt, ban cascade')
-        connection.execute('update pool set token_hash = %s', [digest(token)])
+        connection.execute('update pool set token_hash = %s, trusted = true', [digest(token)])  # all machines have one address
     with service(server.url, poll_sec) as (address, process):
         tokens = []
         for number in range(num_workers):
-            facts = {'machine': f'worker-{number}', 'gpu': 'fake', 'gpu_gb': 24}
+            facts = {'machine': f'worker-{number}', 'gpu': 'fake', 'gpu_gb': 24, 'recipes': recipe_digests()}
             tokens.append(requests.post(f'{address}/enroll', data=json.dumps(facts), headers=bearer(token), timeout=10).json()['token'])
         alone = watched(process.pid, server.process.pid, seconds / 2)
         ended = threading.Event()

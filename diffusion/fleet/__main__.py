@@ -31,7 +31,6 @@ COMMANDS = {
     'scale': 'keeps as many machines as jobs want, with a command of yours',
     'worker': 'does the jobs of a queue on this machine',
     'run': 'does one job on this machine, without a queue',
-    'simulate': 'what a fleet would take: hours, dollars, machines a job, on a virtual clock',
 }
 
 

@@ -66,7 +66,7 @@ def load_any_recipe(path: str | Path, overrides: Sequence[str] = (), num_gpus: i
 def load_of_kind(kind: Any, path: str | Path, overrides: Sequence[str], num_gpus: int, rules: Sequence[Callable]) -> Any:
     """Load a recipe that must be of this kind, or of one of a union of them, as `load_recipe` does."""
     layers = file_layers(Path(path), errors := list[str]())
-    return _merged(kind, str(path), layers, errors, overrides, num_gpus, rules)
+    return merged_recipe(kind, str(path), layers, errors, overrides, num_gpus, rules)
 
 
 def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -77,13 +77,13 @@ def recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> R
             something else than its own keys; or it is an autoencoder's.
     """
     layers = text_layers(text, source, errors := list[str]())
-    return _merged(Recipe, source, layers, errors, overrides)
+    return merged_recipe(Recipe, source, layers, errors, overrides)
 
 
 def any_recipe_from_yaml(text: str, source: str, overrides: Sequence[str] = ()) -> AnyRecipe:
     """Read a resolved recipe of any kind, as `recipe_from_yaml` does."""
     layers = text_layers(text, source, errors := list[str]())
-    return _merged(AnyRecipe, source, layers, errors, overrides)
+    return merged_recipe(AnyRecipe, source, layers, errors, overrides)
 
 
 def kind_of(layers: Sequence[Layer]) -> type[Recipe] | type[AutoencoderRecipe]:
@@ -97,9 +97,17 @@ def applies(rule: Callable, kind: type) -> bool:
     return hint is None or kind in options(hint)
 
 
-def _merged(
+def merged_recipe(
     wanted: Any, source: str, layers: list[Layer], errors: list[str], overrides: Sequence[str], num_gpus: int = 1, rules: Sequence[Callable] = ()
 ) -> Any:
+    """Merge layers that have been read, of a recipe that must be `wanted` or of one of a union of them; the layers stay as they are.
+
+    Args:
+        errors: of reading them.
+
+    Raises:
+        RecipeError: with all errors.
+    """
     if errors:  # without the file every key would be missing; only the file is reported
         raise RecipeError(source, errors)
     layers = [*layers, *override_layers(overrides, errors)]

@@ -1,5 +1,7 @@
 """An S3 server on loopback, and a proxy before it that fails when told to."""
 
+import base64
+import hashlib
 import threading
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,6 +26,7 @@ class FlakyProxy(ThreadingHTTPServer):
         self.fails = lambda method, path: False
         self.conditional = False  # whether the request that `fails` is asked about has a condition
         self.ignores_conditions = False  # as a store that knows none
+        self.ignores_digests = False  # as a store that keeps whatever comes
         self.num_failures = 0
         self.requests: list[tuple[str, str]] = []
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -45,6 +48,10 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get('content-length') or 0))
         server.conditional = any(name.lower() in CONDITIONS for name in self.headers)
         failure = server.fails(self.command, self.path)
+        said = self.headers.get('x-amz-checksum-sha256')  # which moto takes as it is
+        if said and self.command == 'PUT' and base64.b64decode(said) != hashlib.sha256(body).digest() and not server.ignores_digests:
+            self.answer(400, [], b'<Error><Code>BadDigest</Code></Error>')
+            return
         if failure == 'lose':
             self.ask(body)
         if failure == 'cut' and self.command == 'GET':
@@ -124,6 +131,7 @@ class S3Server:
             self.client().delete_object(Bucket=BUCKET, Key=key)
         self.proxy.fails = lambda method, path: False
         self.proxy.num_failures = 0
+        self.proxy.ignores_digests = False
         self.proxy.requests.clear()
 
     def stop(self) -> None:

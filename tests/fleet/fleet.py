@@ -16,6 +16,7 @@ import requests
 from psycopg.sql import SQL, Identifier
 
 from diffusion.demo.postgres import LocalPostgres
+from diffusion.fleet.jobs.checking import recipe_digests
 from diffusion.fleet.jobs.spec import spec_of
 from diffusion.fleet.queue import database
 from diffusion.fleet.queue.database import Connection, connected, create
@@ -23,6 +24,7 @@ from diffusion.fleet.service.gate import digest
 from tests.conftest import REPOSITORY
 
 RECIPE = 'yamls/dreambooth-sdxl-lora.yaml'
+DIGESTS = recipe_digests()  # what a machine of this installation says when it enrols
 
 
 def new_database(server: LocalPostgres) -> str:
@@ -47,17 +49,19 @@ def add_owner(connection: Connection, name: str, **columns: Any) -> str:
     return token
 
 
-def add_pool(connection: Connection, name: str = 'pool', price: float = 0.324, trusted: bool = False) -> str:
-    """Returns its token."""
+def add_pool(connection: Connection, name: str = 'pool', price: float = 0.324, trusted: bool = False, **columns: Any) -> str:
+    """Returns its token. All machines of tests come from one address."""
     token = database.new_token('pool')
-    connection.execute('insert into pool (name, token_hash, price_per_hour, trusted) values (%s, %s, %s, %s)', [name, digest(token), price, trusted])
+    columns = {'name': name, 'token_hash': digest(token), 'price_per_hour': price, 'trusted': trusted, 'max_per_address': 10**6, **columns}
+    places = ', '.join(['%s'] * len(columns))
+    connection.execute(f'insert into pool ({", ".join(columns)}) values ({places})', list(columns.values()))
     return token
 
 
 def add_jobs(connection: Connection, owner: str, num: int, content: Mapping[str, Any] | None = None, **columns: Any) -> None:
     """Queue jobs past the checks of a submission."""
     spec = spec_of({'recipe': RECIPE, **(content or {})}, 'test')
-    columns = {'recipe': spec.recipe, 'spec': spec.to_json(), 'num_steps': 10, **columns}
+    columns = {'recipe': spec.recipe.removeprefix('yamls/'), 'spec': spec.to_json(), 'num_steps': 10, **columns}
     names, places = ', '.join(columns), ', '.join(['%s'] * len(columns))
     connection.execute(f'insert into job (owner, {names}) select %s, {places} from generate_series(1, {num})', [owner, *columns.values()])
 

@@ -9,6 +9,8 @@ import time
 
 import requests
 
+from tests.fleet.fleet import DIGESTS
+
 STEP_SEC = 0.02
 CHECKPOINTS = (5, 10)
 
@@ -18,9 +20,10 @@ class Lost(Exception):
 
 
 class Machine:
-    def __init__(self, server: str, pool_token: str, name: str, idle_sec: float):
-        self.server, self.session = server, requests.Session()
+    def __init__(self, server: str, pool_token: str, name: str, idle_sec: float, refuses: bool = False):
+        self.server, self.session, self.refuses = server, requests.Session(), refuses
         self.pool_token, self.name, self.idle_sec = pool_token, name, idle_sec
+        self.said = {'machine': name, 'gpu': 'fake', 'gpu_gb': 24, 'recipes': DIGESTS}
         self.headers: dict[str, str] = {}
 
     def ask(self, path: str, content: dict, token: str = '') -> requests.Response:
@@ -43,13 +46,13 @@ class Machine:
         """Until nothing is handed out for `idle_sec`, or the machine is drained."""
         while True:
             try:
-                said = self.ask('/enroll', {'machine': self.name, 'gpu': 'fake', 'gpu_gb': 24}, self.pool_token).json()
+                said = self.ask('/enroll', self.said, self.pool_token).json()
                 self.headers = {'Authorization': f'Bearer {said["token"]}'}
                 self.renew_sec = said['renew_sec']
                 self.work()
                 return
             except Lost:
-                continue
+                time.sleep(0.1)  # its name is free again when the one before has been silent for a lease
 
     def work(self) -> None:
         empty_since = None
@@ -72,6 +75,9 @@ class Machine:
 
     def attempt(self, lease: dict) -> None:
         job, epoch = f'/jobs/{lease["job"]}', lease['epoch']
+        if self.refuses:
+            self.ask(f'{job}/end', {'epoch': epoch, 'exit_code': 64, 'message': 'no such recipe'})
+            return
         step = lease['checkpoint']['step'] if lease['checkpoint'] else 0
         renewed = time.monotonic()
         while step < 10:
@@ -95,12 +101,12 @@ class Machine:
         return files
 
 
-def fork(server: str, pool_token: str, name: str, idle_sec: float = 10) -> int:
-    """Start one; returns its process id."""
+def fork(server: str, pool_token: str, name: str, idle_sec: float = 10, refuses: bool = False) -> int:
+    """Start one, perhaps one that answers 64 to everything; returns its process id."""
     child = os.fork()
     if child == 0:
         try:
-            Machine(server, pool_token, name, idle_sec).run()
+            Machine(server, pool_token, name, idle_sec, refuses).run()
             os._exit(0)
         except BaseException:
             import traceback

@@ -8,7 +8,7 @@ import pytest
 from diffusion.fleet.queue.database import connected
 from tests.fleet import storm_worker
 from tests.fleet.fleet import Service, add_jobs, add_owner, add_pool, new_database, rows
-from tests.fleet.test_service import Node, described
+from tests.fleet.test_service import Node, finish
 
 PLACES = ('claim.picked', 'claim.written', 'publish.held', 'publish.written', 'end.signed', 'end.written')
 
@@ -115,8 +115,3 @@ def test_the_last_job_and_the_last_machine(url, pool, s3):
     finally:
         service.kill()
     assert rows(url, 'select state from job')[0]['state'] == 'done'
-
-
-def finish(node, lease):
-    assert node.put(lease, None, 'f.txt', b'result') == 200
-    assert node.of(lease, 'end', exit_code=0, files={'f.txt': described(b'result')}) == 200

@@ -30,9 +30,22 @@ def test_exit_codes(code, ending):
 
 
 @pytest.mark.parametrize('code', ['recipe', 'data'])
-def test_what_is_wrong_everywhere_fails_at_once_with_its_own_message(code):
-    found = decided(Ending(code))
-    assert (found.state, found.cause, found.bans) == ('failed', 'message 1', ())
+def test_a_machine_that_calls_a_job_wrong_is_believed_with_a_second_one_that_finishes_others(code):
+    """One that answered 64 to everything, such as of an older image, failed 298 of 298 jobs in 13 s."""
+    ending, other = Ending(code), Ending.DATA if code == 'recipe' else Ending.RECIPE
+    assert [(ban.node, ban.until) for ban in decided(ending, proven=['n1']).bans] == [('n1', NOW + DAY)]
+    assert decided(ending, proven=['n1']).state == 'queued'
+    found = decided(ending, ending, proven=['n1', 'n2'])
+    assert found.state == 'failed'
+    assert found.cause.startswith(f'its {"recipe is" if code == "recipe" else "data are"} wrong: 2 machines')
+    assert 'message 1' in found.cause
+    assert 'message 2' in found.cause
+    assert decided(ending, ending, proven=['n1']).state == 'queued'
+    assert decided(ending, ending, proven=['n1', 'n2'], quarantined=['n1']).state == 'queued'
+    assert decided(ending, other, proven=['n1', 'n2']).state == 'queued'
+    assert decided(ending, Ending.LOST, ending, proven=['n1', 'n3']).state == 'failed'
+    assert decided(*[ending] * 8).state == 'queued'
+    assert decided(*[ending] * 9).state == 'failed'
 
 
 def test_done_and_cancelled():
@@ -55,9 +68,11 @@ def test_what_is_nobodys_fault_bans_nobody(ending):
     assert (found.state, found.not_before, found.bans) == ('queued', NOW, ())
 
 
-def test_a_machine_that_lost_a_job_twice_at_the_same_step_does_not_get_it_for_a_day():
-    """A container that is killed whole reports nothing: without this the same machine would take the same job until `limits.losses`."""
-    lost = Ending.LOST
+@pytest.mark.parametrize('lost', [Ending.LOST, Ending.RELEASED, Ending.STOPPED])
+def test_a_machine_that_lost_a_job_twice_at_the_same_step_does_not_get_it_for_a_day(lost):
+    """A container that is killed whole reports nothing: without this the same machine would take the same job until `limits.losses`.
+
+    One that claimed and gave back did so 351 times, and the job stayed the first in the queue."""
     assert [ban.node for ban in decided((lost, 'n1'), (lost, 'n1')).bans] == ['n1']
     assert [ban.node for ban in decided((lost, 'n1'), (lost, 'n2'), (lost, 'n1')).bans] == ['n1']
     assert decided((lost, 'n1'), (lost, 'n2')).bans == ()

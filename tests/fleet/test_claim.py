@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from diffusion.fleet.policies.hand_out import choose
 from diffusion.fleet.policies.rows import NodeState
 from diffusion.fleet.queue import leases, reading
 from diffusion.fleet.queue.database import connected
 from diffusion.fleet.queue.leases import LeaseSettings
 from tests.fleet.fleet import add_jobs, add_owner, add_pool, new_database
+from tests.fleet.reference import choose
 
 NODES = {'small': (8, 'image-a', 'strangers'), 'large': (24, 'image-b', 'strangers'), 'own': (80, 'image-a', 'own')}
 OWNERS = ('ann', 'bob', 'cem')

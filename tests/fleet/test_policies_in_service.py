@@ -4,17 +4,12 @@ import pytest
 
 from diffusion.fleet.queue.database import connected
 from tests.fleet.fleet import RECIPE, add_jobs, rows
-from tests.fleet.test_service import Node, described, service, tokens, url  # noqa: F401 # fixtures
+from tests.fleet.test_service import Node, described, finish, service, tokens, url  # noqa: F401 # fixtures
 
 
 @pytest.fixture(autouse=True)
 def _storage(s3):
     pass
-
-
-def finish(node, lease):
-    assert node.put(lease, None, 'f.txt', b'result') == 200
-    assert node.of(lease, 'end', exit_code=0, files={'f.txt': described(b'result')}) == 200
 
 
 def job_row(url, lease):  # noqa: F811

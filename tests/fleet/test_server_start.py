@@ -52,6 +52,16 @@ def test_a_bucket_that_is_missing_or_refuses_is_an_error(url, s3, tmp_path):
     assert (ended.returncode, 'the storage refuses this service: AccessDenied' in ended.stderr) == (2, True)
 
 
+def test_storage_that_compares_no_digests_is_said(url, s3, tmp_path):
+    _, said = first_lines(*SERVER, 's3://bucket/fleet', cwd=tmp_path, url=url)
+    assert 'takes other bytes' not in said
+    assert s3.object_names() == []
+    s3.proxy.ignores_digests = True
+    for _ in range(2):
+        _, said = first_lines(*SERVER, 's3://bucket/fleet', cwd=tmp_path, url=url)
+        assert 'takes other bytes than were signed; the service reads every result' in said
+
+
 def test_storage_that_is_away_may_come_back(url, s3, tmp_path, monkeypatch):
     monkeypatch.setenv('S3_ENDPOINT_URL', 'http://127.0.0.1:9')
     (address, _), said = first_lines(*SERVER, 's3://bucket/fleet', cwd=tmp_path, url=url)

@@ -10,7 +10,7 @@ import requests
 
 from diffusion.fleet.queue.database import connected
 from tests.common.s3_server import BUCKET
-from tests.fleet.fleet import RECIPE, Service, add_jobs, add_owner, add_pool, new_database, rows
+from tests.fleet.fleet import DIGESTS, RECIPE, Service, add_jobs, add_owner, add_pool, new_database, rows
 
 PHOTOS = b'a tar of photos'
 SHA256 = hashlib.sha256(PHOTOS).hexdigest()
@@ -40,11 +40,13 @@ def described(content: bytes) -> dict:
 
 class Node:
     def __init__(self, service, pool_token, name='node'):
-        self.service, self.pool_token, self.name = service, pool_token, name
+        self.service, self.pool_token, self.name, self.token = service, pool_token, name, ''
         self.enroll()
 
     def enroll(self):
-        answer = self.service.ask('POST', '/enroll', self.pool_token, {'machine': self.name, 'gpu': 'fake', 'gpu_gb': 24})
+        """Also again, with the last token."""
+        said = {'machine': self.name, 'gpu': 'fake', 'gpu_gb': 24, 'recipes': DIGESTS}
+        answer = self.service.ask('POST', '/enroll', self.token or self.pool_token, said)
         assert answer.status_code == 200, answer.text
         self.token = answer.json()['token']
 
@@ -64,6 +66,11 @@ class Node:
 
     def of(self, lease, verb, **content):
         return self.ask(f'/jobs/{lease["job"]}/{verb}', {'epoch': lease['epoch'], **content}).status_code
+
+
+def finish(node, lease):
+    assert node.put(lease, None, 'f.txt', b'result') == 200
+    assert node.of(lease, 'end', exit_code=0, files={'f.txt': described(b'result')}) == 200
 
 
 def spec(**changes):
@@ -252,14 +259,22 @@ def test_a_cancelled_job_is_stopped_at_the_next_renewal_and_can_be_retried(servi
     assert node.claim()['epoch'] == 2
 
 
-def test_a_poison_job_ends_after_one_attempt_with_its_message(service, tokens):
+def test_a_poison_job_ends_when_two_machines_that_finish_others_say_so(service, url, tokens):
+    """They prove themselves afterwards, while the job waits for a machine that has not refused it."""
     job = submit(service, tokens['ann'], spec()).json()['jobs'][0]
-    node = Node(service, tokens['pool'])
-    assert node.of(node.claim(), 'end', exit_code=64, message='adapter.rank: 0 is outside 1 .. 1024 with key AKIAABCDEFGHIJKLMNOP') == 200
+    nodes = [Node(service, tokens['pool'], name) for name in ('one', 'two')]
+    for node in nodes:
+        assert node.of(node.claim(), 'end', exit_code=64, message='adapter.rank: 0 is outside 1 .. 1024 with key AKIAABCDEFGHIJKLMNOP') == 200
+        assert node.claim() == 204
+    with connected(url) as connection:
+        add_jobs(connection, 'ann', 2)
+    for node in nodes:
+        assert service.ask('GET', f'/jobs/{job}', tokens['ann']).json()['state'] == 'queued'
+        finish(node, node.claim())
     told = service.ask('GET', f'/jobs/{job}', tokens['ann']).json()
-    assert (told['state'], len(told['attempts'])) == ('failed', 1)
-    assert told['cause'] == 'adapter.rank: 0 is outside 1 .. 1024 with key ***'
-    assert node.claim() == 204
+    assert (told['state'], len(told['attempts'])) == ('failed', 2)
+    assert told['cause'].startswith('its recipe is wrong: 2 machines say so that have finished other jobs\n  attempt 1 on one: recipe, exit code 64')
+    assert told['cause'].count('adapter.rank: 0 is outside 1 .. 1024 with key ***') == 2
 
 
 def test_a_body_beyond_the_limit_and_no_json_are_refused(service, tokens):

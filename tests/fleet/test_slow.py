@@ -3,11 +3,12 @@
 import pytest
 
 from diffusion.fleet.policies.limits import reference_speed, why_slow
+from diffusion.fleet.policies.rows import Ending
 from tests.fleet.making import attempt, job
 
 
 def peers(num, speed=0.5, **fields):
-    return [attempt(1, f'peer{i}', job=f'p{i}', steps_per_sec=speed, **fields) for i in range(num)]
+    return [attempt(1, f'peer{i}', fields.pop('ending', Ending.DONE), job=f'p{i}', steps_per_sec=speed, **fields) for i in range(num)]
 
 
 def running(speed, sec=180.0, steps=(0, 50)):
@@ -19,15 +20,23 @@ def test_the_median_of_at_least_20_others_with_the_same_recipe_and_gpu():
     assert reference_speed(me, peers(19)) is None
     assert reference_speed(me, peers(20)) == 0.5
     assert reference_speed(me, [*peers(19), *peers(5, gpu='h100'), *peers(5, recipe='other'), attempt(1, 'x')]) is None
-    assert reference_speed(me, [*peers(19), *[attempt(i, 'slow', job=f's{i}', steps_per_sec=9.0) for i in range(9)]]) is None
+    assert reference_speed(me, [*peers(19), *[attempt(i, 'slow', Ending.DONE, job=f's{i}', steps_per_sec=9.0) for i in range(9)]]) is None
     speeds = [1.0] * 10 + [2.0] * 10 + [100.0] * 9  # the tail does not move it
-    assert reference_speed(me, [attempt(1, f'q{i}', steps_per_sec=speed) for i, speed in enumerate(speeds)]) == 2.0
+    assert reference_speed(me, [attempt(1, f'q{i}', Ending.DONE, steps_per_sec=speed) for i, speed in enumerate(speeds)]) == 2.0
 
 
 def test_a_machine_has_one_voice():
     """One that begins many attempts and boasts would otherwise make all others leave."""
-    boasts = [attempt(i, 'boaster', job=f'b{i}', steps_per_sec=1e6) for i in range(100)]
+    boasts = [attempt(i, 'boaster', Ending.DONE, job=f'b{i}', steps_per_sec=1e6) for i in range(100)]
     assert reference_speed(running(0.5), [*peers(5), *boasts]) == 0.5
+
+
+@pytest.mark.parametrize('ending', [None, Ending.RELEASED, Ending.CRASHED])
+def test_only_machines_that_finished_the_job_are_believed(ending):
+    """25 invented machines that claimed 1e6 steps/s got an honest one drained."""
+    boasts = [attempt(1, f'invented{i}', ending, job=f'b{i}', steps_per_sec=1e6) for i in range(25)]
+    assert reference_speed(running(0.5), boasts) is None
+    assert reference_speed(running(0.5), [*peers(20), *boasts]) == 0.5
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 import pytest
 
-from diffusion.fleet.policies.hand_out import choose, why_waiting
+from diffusion.fleet.policies.hand_out import why_waiting
 from tests.fleet.making import ban, job, node, owner
+from tests.fleet.reference import choose
 
 NEEDY = {'gpu_gb': 80.0, 'image': 'sha256:a', 'trusted': True}
 A_NODE = [node()]

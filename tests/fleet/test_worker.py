@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from diffusion import __version__
 from diffusion.contracts.errors import InputError
 from diffusion.fleet.attempts.workplace import StopRequest
+from diffusion.fleet.jobs.checking import recipe_digests
 from diffusion.fleet.worker.presigned import ServiceClient
 from diffusion.fleet.worker.worker import FleetWorker, MachineFacts, WorkerOptions, gpu_of_driver, kind_of
 from tests.conftest import REPOSITORY
@@ -88,7 +90,9 @@ def test_jobs_are_done_one_after_another(service, start, capfd):
         assert service.checkpoints[job]['step'] == 6
     assert service.asked('/leave') == [{}]
     (facts,) = service.asked('/enroll')
-    assert facts == {'machine': 'm1', 'gpu': 'cpu', 'gpu_gb': 0.0, 'image': '', 'gpus': 1}
+    said = {'machine': 'm1', 'gpu': 'cpu', 'gpu_gb': 0.0, 'image': '', 'gpus': 1, 'version': __version__}
+    assert facts == {**said, 'recipes': recipe_digests(worker.worker.options.recipes)}
+    assert list(facts['recipes']) == ['small.yaml']
     assert list((worker.work / 'attempts').iterdir()) == []
     assert 'claimed j1 (timber), attempt 1, 5.0 h left' in worker.said
     everything = worker.said + ''.join(capfd.readouterr())

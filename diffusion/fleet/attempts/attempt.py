@@ -43,6 +43,8 @@ from diffusion.fleet.attempts.backend import (
     safe_name,
 )
 from diffusion.fleet.attempts.child import (
+    LOG,
+    MAX_LOG_BYTES,
     ROOT,
     Child,
     OutgoingCheckpoint,
@@ -132,7 +134,7 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.published = self.assignment.checkpoint.step if self.assignment.checkpoint else 0
-        self.follower = StepFollower(self.place.folder / RUN / 'log.jsonl', self.published)
+        self.follower = StepFollower(self.place.folder / RUN / LOG, self.published)
 
     def run(self) -> AttemptEnd:
         """Do all of it; the end is reported, too.
@@ -169,7 +171,8 @@ class Attempt:
     def _ended(self, code: int | None, message: str = '', ending: str | None = None, results: dict[str, Content] | None = None) -> AttemptEnd:
         if self.order == Order.RELEASE and code == PREEMPTED:
             ending = 'released'
-        return AttemptEnd(code, max(self.follower.step, self.published), ending, cut(redacted(message)), results or {})
+        step = max(self.follower.step, self.published)
+        return AttemptEnd(code, step, ending, cut(redacted(message)), results or {}, list(self.follower.points))
 
     def _failed(self, child: Child, code: int, title: str = '') -> AttemptEnd:
         """The end after a child that has ended with `code`; a full disk is this machine's, whatever the child makes of it.
@@ -188,7 +191,7 @@ class Attempt:
     def _tick(self) -> None:
         """Raises LeaseLost: everything of the attempt is dead."""
         try:
-            order = self.backend.heartbeat(self.follower.step, self.follower.steps_per_sec)
+            order = self.backend.heartbeat(self.follower.step, self.follower.steps_per_sec, self.follower.points)
         except LeaseLost:
             self._given_up = True
             if self._child is not None:
@@ -250,7 +253,8 @@ class Attempt:
         if job.checkpoint is not None:
             refuse_strange_names(job.checkpoint)
             for name in sorted(job.checkpoint.files, reverse=True):  # the manifest after the file
-                self._fetch(CHECKPOINT, name, folder / RUN / 'checkpoints' / name)
+                self._fetch(CHECKPOINT, name, folder / RUN / ('' if name == LOG else 'checkpoints') / name)
+            self.follower.skip()
             self.log(f'{job.title}: resuming at step {job.checkpoint.step:,}')
         for name in job.model:
             target = folder / 'model' / safe_name(name)
@@ -312,6 +316,9 @@ class Attempt:
             return self._failed(child, STALLED if code == INCOMPLETE else CRASH, f'the export ended with exit code {code}\n')
         if self.assignment.draws and self.assignment.validation.prompts and (failed := self._draw(EXPORT, f'{EXPORT}/{IMAGES}')):
             return failed
+        log = self.place.folder / RUN / LOG
+        if log.exists() and log.stat().st_size <= MAX_LOG_BYTES:
+            shutil.copyfile(log, self.place.folder / EXPORT / LOG)
         return self._ended(FINISHED, results=self._hand_over_results(self.place.folder / EXPORT))
 
     @contextmanager

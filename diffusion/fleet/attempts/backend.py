@@ -1,7 +1,7 @@
 """What an attempt gets and to whom it hands over: the same for a worker of a queue and for `fleet run`, which has storage of its own."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -100,6 +100,7 @@ class AttemptEnd:
         step: that was reached.
         message: for people, at most MESSAGE_CHARS, without credentials.
         results: files that were handed over.
+        curve: points of the loss that no heartbeat has handed over (child.py).
     """
 
     exit_code: int | None
@@ -107,6 +108,7 @@ class AttemptEnd:
     ending: str | None = None
     message: str = ''
     results: dict[str, Content] = field(default_factory=dict)
+    curve: Sequence[Sequence[float | None]] = ()
 
 
 class JobBackend(Protocol):
@@ -116,8 +118,12 @@ class JobBackend(Protocol):
     any more: then BackendUnavailable is raised soon. All raise LeaseLost.
     """
 
-    def heartbeat(self, step: int, steps_per_sec: float | None) -> Order:
-        """Called every second or so: keep what has to be kept, and hear what is wanted."""
+    def heartbeat(self, step: int, steps_per_sec: float | None, points: MutableSequence[Any]) -> Order:
+        """Called every second or so: keep what has to be kept, and hear what is wanted.
+
+        Args:
+            points: new ones of the curve (child.py); those that are handed over are taken out.
+        """
 
     def lent_folder(self, name: str) -> Path | None:
         """A folder of this machine that is the input; None: it has to be fetched."""

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from diffusion.checkpoints.manifest import CheckpointManifest, Content, batches_of, file_of, manifest_of, sha256_of
-from diffusion.common.files import parse_json
+from diffusion.common.files import is_number, parse_json_object
 from diffusion.common.text import carries_credentials, print_message, redacted
 from diffusion.fleet.attempts.backend import HandedFile, HeldCheckpoint, MachineError
 
@@ -226,6 +226,9 @@ def _begin_of_text(said: Sequence[str], end: int) -> int:
 # How far a training child is: its log is followed, not asked for.
 
 WINDOW_SEC = 600.0  # over which steps per second are counted
+MAX_POINTS = 100  # between two renewals
+LOSS, RATE = 'loss/train/total', 'lr-'  # names of log.jsonl, the second at the beginning
+Point = tuple[int, float | None, float | None, float | None]  # step, loss, learning rate, steps/s
 
 
 class StepFollower:
@@ -238,9 +241,15 @@ class StepFollower:
 
     def __init__(self, path: Path, step: int):
         self.path, self.step = path, step
+        self.points = deque[Point](maxlen=MAX_POINTS)  # of the curve, the newest; whoever hands them over takes them out
         self.moved_at = time.monotonic()
         self._offset, self._rest = 0, b''
         self._seen = deque[tuple[float, int]]()
+
+    def skip(self) -> None:
+        """Leave out what is there already: an earlier attempt has told it."""
+        with suppress(FileNotFoundError):
+            self._offset = self.path.stat().st_size
 
     def look(self) -> None:
         """Read the lines that are new."""
@@ -252,9 +261,13 @@ class StepFollower:
             return
         self._offset += len(content)
         *lines, self._rest = (self._rest + content).split(b'\n')
-        steps = [step for line in lines if (step := _step_of(line)) is not None]
-        if steps and steps[-1] != self.step:  # of lines that came together only the last one is at the time of the look
-            self._note(steps[-1])
+        records = [record for line in lines if (record := _record_of(line))]
+        if records and records[-1]['batch'] != self.step:  # of lines that came together only the last one is at the time of the look
+            self._note(records[-1]['batch'])
+        self.points += [
+            (record['batch'], record.get(LOSS), next((value for name, value in record.items() if name.startswith(RATE)), None), self.steps_per_sec)
+            for record in records if LOSS in record
+        ]  # fmt: skip
 
     def _note(self, step: int) -> None:
         if step < self.step:  # a rollback
@@ -273,17 +286,20 @@ class StepFollower:
         return (last - first) / (last_at - first_at) if last_at > first_at else None
 
 
-def _step_of(line: bytes) -> int | None:
-    """None: a line that a kill cut short, or of something else."""
+def _record_of(line: bytes) -> dict[str, Any]:
+    """Return {} for a line that a kill cut short, or of something else."""
     try:
-        step = parse_json(line)['batch']
-    except (ValueError, TypeError, KeyError):
-        return None
-    return step if isinstance(step, int) else None
+        record = parse_json_object(line)
+    except ValueError:
+        return {}
+    is_record = isinstance(record.get('batch'), int) and all(value is None or is_number(value) for value in record.values())
+    return record if is_record else {}
 
 
 # Checkpoints of a training child: new whole ones are found, and kept until they are handed over.
 
+LOG = 'log.jsonl'  # goes with each checkpoint, so that the result has the log of all attempts
+MAX_LOG_BYTES = 16 << 20  # a longer one stays on its machine
 LEFT_OUT = 'left-out.json'  # which batches a rollback left out (faults/rollback.py): a run that resumes without it would train on them
 
 
@@ -309,10 +325,11 @@ def newest_step(folder: Path) -> int | None:
 
 
 def take(folder: Path, step: int, outgoing: Path) -> OutgoingCheckpoint | None:
-    """Link a checkpoint's files to a folder of their own, because training keeps the newest few alone; None if it is gone or damaged.
+    """Link a checkpoint's files to a folder of their own, because training keeps the newest few alone, and copy the log beside it, which grows; None
+    if it is gone or damaged.
 
     Args:
-        folder: of the run's checkpoints.
+        folder: of the run's checkpoints, in that of the run.
         outgoing: on the same disk.
     """
     kept = outgoing / f's{step}'
@@ -322,6 +339,10 @@ def take(folder: Path, step: int, outgoing: Path) -> OutgoingCheckpoint | None:
         for name in names:
             (kept / name).unlink(missing_ok=True)
             os.link(folder / name, kept / name)
+        log = folder.parent / LOG
+        if log.exists() and log.stat().st_size <= MAX_LOG_BYTES:
+            shutil.copyfile(log, kept / LOG)
+            names.append(LOG)
         manifest = CheckpointManifest.parse((kept / manifest_of(step)).read_bytes(), step)
         files = {name: HandedFile(kept / name, manifest.content if name == manifest.file else content_of(kept / name)) for name in names}
     except (OSError, ValueError):
@@ -337,7 +358,7 @@ def content_of(path: Path) -> Content:
 def refuse_strange_names(held: HeldCheckpoint) -> None:
     """Raises MachineError: the files are not those of a checkpoint of that step."""
     wanted = {file_of(held.step), manifest_of(held.step)}
-    if not wanted <= set(held.files) <= {*wanted, LEFT_OUT}:
+    if not wanted <= set(held.files) <= {*wanted, LEFT_OUT, LOG}:
         raise MachineError(
             f'the checkpoint of step {held.step:,} holds {", ".join(sorted(held.files))[:200]}; {" and ".join(sorted(wanted))} are wanted'
         )

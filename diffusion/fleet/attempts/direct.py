@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -169,7 +169,7 @@ class DirectBackend:
     def __post_init__(self) -> None:
         self._folders += [self.latest.folder] if self.latest.folder else []
 
-    def heartbeat(self, step: int, steps_per_sec: float | None) -> Order:
+    def heartbeat(self, step: int, steps_per_sec: float | None, points: MutableSequence[Any]) -> Order:
         if self.fenced:
             raise LeaseLost(f'{self.folder.url}: another attempt has begun')
         return Order.CONTINUE

@@ -3,12 +3,15 @@
 import hashlib
 import json
 import os
+import re
 import tarfile
 import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,9 @@ from diffusion.common.files import MAX_JSON_BYTES, parse_json_object, read_regul
 from diffusion.common.text import counted
 from diffusion.contracts.errors import IncompleteError, InputError
 from diffusion.fleet.client.http import PAUSES_SEC, FleetClient, sleep
-from diffusion.fleet.jobs.checking import BASE, check_job, queue_mistakes
-from diffusion.fleet.jobs.spec import LARGEST_INPUT_BYTES, JobError, path_of_input, spec_of
-from diffusion.recipe.reading import read_yaml
+from diffusion.fleet.jobs.checking import BASE, check_job, judgement_key, queue_mistakes
+from diffusion.fleet.jobs.spec import LARGEST_INPUT_BYTES, NAME_CHARS, JobError, path_of_input, spec_of
+from diffusion.recipe.reading import read_yaml, yaml_problem
 
 MAX_FILES = 20_000  # that a worker unpacks
 MAX_NAMED = 20  # images in one message
@@ -129,6 +132,7 @@ def _check_size(source: Path, num_bytes: int) -> None:
 
 JOBS_AT_A_TIME = 50  # a request of at most 1 MB and a second or two of checking
 MAX_REQUEST_BYTES = 1_000_000
+MAX_COMBINATIONS = 1000  # of a grid
 UPLOAD_TIMEOUT_SEC = (10, 120)
 SAMPLE_URL = 's3://bucket/input.tar'
 
@@ -171,6 +175,40 @@ def read_drafts(files: Iterable[Path]) -> tuple[list[JobDraft], list[str]]:
             except (ValueError, yaml.YAMLError) as error:
                 errors.append(f'{source}: {" ".join(str(error).split())}')
     return drafts, errors
+
+
+def combined(drafts: list[JobDraft], grid: Sequence[str]) -> list[JobDraft]:
+    """Return for each job one for every combination of the values of a grid, named by them and in a group of its own; without a grid the same jobs.
+
+    Args:
+        grid: `key=a,b,c` each; values are YAML.
+
+    Raises:
+        InputError: one is not of this form, or there are too many combinations.
+    """
+    values: dict[str, list[Any]] = {}
+    for text in grid:
+        key, _, given = text.partition('=')
+        try:
+            values[key] = read_yaml(f'[{given}]')
+        except yaml.YAMLError as error:
+            raise InputError(f'--grid {text}: {yaml_problem(error).splitlines()[0]}') from error
+        if not key or not values[key]:
+            raise InputError(f'--grid {text}: write a key of the overrides and its values, such as optimizer.lr=1e-4,5e-5')
+    if prod(map(len, values.values())) > MAX_COMBINATIONS:
+        raise InputError(f'--grid: {prod(map(len, values.values())):,} combinations a job; at most {MAX_COMBINATIONS} may be')
+    found = []
+    for draft in drafts if values else []:
+        name = str(draft.content.get('name') or Path(draft.source.partition(':')[0]).stem)
+        for number, chosen in enumerate(product(*values.values()), 1):
+            overrides = dict(zip(values, chosen, strict=True))
+            said = '-'.join(f'{key.rpartition(".")[2]}{value}' for key, value in overrides.items())
+            title = re.sub(r'[^A-Za-z0-9._-]', '', f'{name}-{said}')
+            title = title if len(title) <= NAME_CHARS else f'{name[: NAME_CHARS - 5]}-{number}'
+            given = draft.content.get('overrides') or {}
+            content = {**draft.content, 'name': title, 'group': name[:NAME_CHARS], 'overrides': {**given, **overrides}}
+            found.append(replace(draft, source=f'{draft.source} ({said})', content=content))
+    return found if values else drafts
 
 
 def _json_line(text: str) -> dict[str, Any]:
@@ -231,8 +269,8 @@ def check_drafts(drafts: Iterable[JobDraft], recipes: Path, errors: Sequence[str
         try:
             spec = spec_of(completed(draft, {name: {'url': SAMPLE_URL, 'sha256': '0' * 64, 'bytes': 0} for name in draft.folders}), draft.source)
             errors += [f'{draft.source}: {mistake}' for mistake in queue_mistakes(spec)]
-            judged = json.dumps([spec.recipe, spec.overrides, sorted(spec.inputs)], sort_keys=True)
-            if judged not in seen:  # the recipe's judgement takes a tenth of a second
+            judged = judgement_key(spec)
+            if judged not in seen:
                 check_job(spec, draft.source, recipes)
                 seen.add(judged)
         except JobError as error:

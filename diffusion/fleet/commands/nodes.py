@@ -6,6 +6,7 @@ For operators.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from diffusion.common.arguments import CommandParser
 from diffusion.contracts.errors import run_command
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
                     None if node['price_per_hour'] is None else f'{node["price_per_hour"]:.3f}',
                     node['job_name'] or node['job'], None if node['job'] is None else f'{node["step"] or 0:,}',
                     None if node['steps_per_sec'] is None else f'{node["steps_per_sec"]:.3g}', f'{node["silent_sec"]:.0f} s ago',
-                    str(node['done']), str(node['attempts']), '; '.join(line.strip() for line in node['reason'].splitlines()[:2]),
+                    str(node['done']), str(node['attempts']), '; '.join([*_first_lines(node['reason']), *_other_recipes(node)]),
                 ]
                 for node in shown
             ]  # fmt: skip
@@ -47,3 +48,15 @@ def main(arguments: Sequence[str]) -> int:
         print_page('\n'.join(lines))
 
     return run_command(work)
+
+
+def _first_lines(reason: str) -> list[str]:
+    return [line.strip() for line in reason.splitlines()[:2]]
+
+
+def _other_recipes(node: dict[str, Any]) -> list[str]:
+    other = node['other_recipes']
+    if not other or node['state'] == 'gone':
+        return []
+    more = f' and {len(other) - 1:,} more' if len(other) > 1 else ''
+    return [f'gets no job of {other[0]}{more}: other than here, or missing (its version: {node["version"] or "not said"})']

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         import uvicorn
 
         from diffusion.fleet.jobs.checking import RECIPES
-        from diffusion.fleet.queue.database import Database, check_bucket, check_version, connected, database_url
+        from diffusion.fleet.queue.database import VERSION, Database, check_bucket, connected, database_url, upgrade
         from diffusion.fleet.queue.leases import LeaseSettings
         from diffusion.fleet.service.app import create_app
         from diffusion.fleet.service.bucket import Bucket, StorageAway
@@ -56,10 +56,15 @@ def main(arguments: Sequence[str]) -> int:
             raise InputError(f'--recipes {recipes}: there is no recipe (*.yaml) in it; name the folder that holds them')
         url, bucket = database_url(args.database_file), Bucket(args.bucket)
         with connected(url) as connection:
-            check_version(connection)
+            if (found := upgrade(connection)) != VERSION:
+                print_message(f'the schema of the database had version {found} and has {VERSION} now')
             check_bucket(connection, bucket.url)
         try:
             bucket.check()
+            if not bucket.checks_digests:
+                print_message(
+                    f'--bucket {bucket.url}: takes other bytes than were signed; the service reads every result and checkpoint to compare them'
+                )
         except StorageAway as error:  # may be back before the first request needs it
             print_message(f'--bucket {bucket.url}: does not answer ({error}); the fleet starts all the same')
         settings = LeaseSettings(args.lease_sec, args.renew_sec, args.poll_sec, args.grace_sec)

@@ -12,6 +12,7 @@ from typing import Any
 from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.contracts.errors import run_command
 
+BLOCKS = 40  # characters of a curve
 STATES = ('queued', 'leased', 'done', 'failed', 'cancelled')
 
 
@@ -72,6 +73,7 @@ def job_lines(job: dict[str, Any]) -> list[str]:
     ]
     lines += [f'cause: {job["cause"]}'] if job['cause'] else []
     lines += [f'it waits: {job["waits"]}'] if job['waits'] else []
+    lines += curve_lines(job['curve'])
     if job['attempts']:
         head = ['attempt', 'machine:', 'GPU:', 'minutes', 'steps', 'steps/s', 'dollars', 'ending:', 'exit code']
         rows = []
@@ -86,6 +88,24 @@ def job_lines(job: dict[str, Any]) -> list[str]:
         lines += [f'attempt {attempt["epoch"]}: {attempt["message"].strip()}' for attempt in job['attempts'][-3:] if attempt['message'].strip()]
     lines += [f'its images are drawn by {", ".join(job["children"])}'] if job['children'] else []
     return lines
+
+
+def curve_lines(curve: list[list[float | None]]) -> list[str]:
+    """A line for each of loss, learning rate and steps/s: its course over the steps in blocks, its first and its last value."""
+    lines = []
+    for place, what in enumerate(('loss', 'learning rate', 'steps/s'), 1):
+        known = [(point[0], point[place]) for point in curve if point[place] is not None]
+        if known:
+            values = [value for _, value in known if value is not None]
+            low, high = min(values), max(values)
+            # Means, as the loss of one batch says little.
+            parts = [
+                values[len(values) * at // BLOCKS : max(len(values) * (at + 1) // BLOCKS, len(values) * at // BLOCKS + 1)] for at in range(BLOCKS)
+            ]
+            means = [sum(part) / len(part) for part in parts] if len(values) >= BLOCKS else values
+            drawn = ''.join('▁▂▃▄▅▆▇█'[round(7 * (mean - low) / (high - low)) if high > low else 0] for mean in means)
+            lines.append(f'{what:<13} {drawn} {values[0]:.4g} at step {known[0][0]:,.0f}, {values[-1]:.4g} at step {known[-1][0]:,.0f}')
+    return ['', *lines] if lines else []
 
 
 def _steps(job: dict[str, Any]) -> str:

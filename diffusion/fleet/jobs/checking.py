@@ -3,16 +3,22 @@
 Overrides come from strangers and run on machines of others: what may be changed is listed, nothing that names a file, a place or a service is.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-from diffusion.common.text import did_you_mean
+from diffusion.common.command_line import LARGEST_SEED
+from diffusion.common.text import carries_credentials, did_you_mean
 from diffusion.contracts.errors import InputError
-from diffusion.fleet.jobs.spec import NAME, JobError, JobSpec
-from diffusion.recipe import Recipe, RecipeError, load_recipe
+from diffusion.fleet.jobs.spec import MAX_PROMPT_CHARS, NAME, JobError, JobSpec
+from diffusion.recipe import Recipe, RecipeError
+from diffusion.recipe.load import merged_recipe
+from diffusion.recipe.reading import Layer, file_layers
 from diffusion.recipe.rules import RULES, encoders_are_pinned
 
 RECIPES = Path(__file__).parents[3] / 'yamls'
@@ -35,6 +41,7 @@ ALLOWED = (
 )  # fmt: skip
 BASE = 'base'  # the input that is the model
 LARGEST_OVERRIDES = 64 << 10  # characters; Linux takes 128 KiB an argument
+MOST_DRAWN = 10_000  # class images of a stream; a few hundred are usual
 _NOT_PLAIN = re.compile(r'[^ -~]|\$')  # only texts hold them, where they may be escaped
 
 
@@ -78,20 +85,69 @@ def check_job(spec: JobSpec, source: str, recipes: Path = RECIPES) -> CheckedJob
         path = recipe_path(spec.recipe, recipes)
     except InputError as error:
         raise JobError(source, [str(error)]) from error
-    errors = [refusal for key in spec.overrides if (refusal := _refusal(key, spec.overrides[key]))]
     plain = [override_of(key, value) for key, value in spec.overrides.items()]
-    if sum(map(len, plain)) > LARGEST_OVERRIDES:
-        errors.append(f'overrides: {sum(map(len, plain)):,} characters; at most {LARGEST_OVERRIDES:,} fit into a command line')
+    if (num_chars := sum(map(len, plain))) > LARGEST_OVERRIDES:  # nothing may walk them: YAML reads 20,000 values in seconds
+        raise JobError(source, [f'overrides: {num_chars:,} characters; at most {LARGEST_OVERRIDES:,} fit into a command line'])
+    errors = [refusal for key in spec.overrides if (refusal := _refusal(key, spec.overrides[key]))]
     try:
-        errors += _misplaced(spec, load_recipe(path, plain, rules=()))
+        layers = _layers(path)
+        errors += _misplaced(spec, merged_recipe(Recipe, str(path), layers, [], plain))
         folders = {name: f'inputs/{name}' for name in spec.inputs}
         rules = [rule for rule in RULES if BASE not in folders or rule is not encoders_are_pinned]  # inputs have digests; the folder is the worker's
-        recipe = load_recipe(path, recipe_overrides(spec, folders), rules=rules) if not errors else None
+        recipe = merged_recipe(Recipe, str(path), layers, [], recipe_overrides(spec, folders), rules=rules) if not errors else None
+        errors += _unknown_lengths(recipe) if recipe is not None else []
     except RecipeError as error:
         raise JobError(source, [*errors, *error.errors]) from error
-    if recipe is None:
+    if recipe is None or errors:
         raise JobError(source, errors)
-    return CheckedJob(spec, recipe, recipe.train.duration.value if recipe.train.duration.unit == 'ba' else 0)
+    return CheckedJob(spec, recipe, recipe.train.duration.batches)
+
+
+@lru_cache(maxsize=256)  # reading a recipe and those that it is based on takes nine tenths of a judgement
+def _layers(path: Path) -> list[Layer]:
+    """Raises RecipeError: the file is no YAML."""
+    layers = file_layers(path, errors := list[str]())
+    if errors:
+        raise RecipeError(str(path), errors)
+    return layers
+
+
+def recipe_digests(recipes: Path = RECIPES) -> dict[str, str]:
+    """Return the SHA-256 of what each recipe of a folder says, with those that it is based on, by name; comments and order of keys do not count.
+
+    Files that cannot be read are left out: nobody can run them.
+    """
+    found = {}
+    for path in sorted(recipes.glob('*.yaml')):
+        with suppress(RecipeError):
+            layers = [content for _, content in _layers(path)]
+            found[path.name] = hashlib.sha256(json.dumps(layers, sort_keys=True).encode()).hexdigest()
+    return found
+
+
+def judgement_key(spec: JobSpec) -> str:
+    """Return what the recipe's judgement of a job depends on, as a job in JSON: by this text it is remembered."""
+    inputs = {name: {'url': 's3://', 'sha256': '0' * 64, 'bytes': 0} for name in spec.inputs}
+    overrides = {key: _judged_alike(key, value) for key, value in spec.overrides.items()}
+    return json.dumps({'recipe': spec.recipe, 'overrides': overrides, 'inputs': inputs}, sort_keys=True)
+
+
+def _judged_alike(key: str, value: object) -> object:
+    """Return what stands for an override in the key: values of which a recipe asks for no more than type and range, and which differ in each of a
+    thousand jobs, are one; others stand for themselves."""
+    match key.rpartition('.')[2], value:
+        case 'seed', int() if not isinstance(value, bool) and 0 <= value <= LARGEST_SEED:
+            return 0
+        case 'caption', str() if _is_plain(value):
+            return 'a'
+        case 'prompts', list() if value and all(isinstance(text, str) and _is_plain(text) for text in value):
+            return ['a'] * len(value)
+    return value
+
+
+def _is_plain(text: str) -> bool:
+    """Whether the recipe's reader has nothing to say of a text (diffusion/recipe/reading.py)."""
+    return 0 < len(text.strip()) <= len(text) <= MAX_PROMPT_CHARS and text.isprintable() and '$' not in text and not carries_credentials(text)
 
 
 def queue_mistakes(spec: JobSpec, may_be_http: bool = False) -> list[str]:
@@ -143,6 +199,20 @@ def _refusal(key: str, value: object) -> str:
     if len(words) == 3 and value is not None:
         return f'overrides.{key}: a whole stream may only be left out, with null'
     return ''
+
+
+def _unknown_lengths(recipe: Recipe) -> list[str]:
+    """What a recipe may say and a job may not: a machine is paid for it, and its progress is a share of its batches."""
+    duration = recipe.train.duration
+    found = []
+    if duration.unit != 'ba' or not duration.value:
+        found.append(f'train.duration: {duration}; a job of a fleet says in batches how long it trains, such as 800ba')
+    found += [
+        f'data.streams.{name}.drawn.num_images: {stream.drawn.num_images:,}; a machine draws {MOST_DRAWN:,} at most'
+        for name, stream in recipe.data.streams.items()
+        if stream is not None and stream.drawn is not None and stream.drawn.num_images > MOST_DRAWN
+    ]
+    return found
 
 
 def _misplaced(spec: JobSpec, recipe: Recipe) -> list[str]:

@@ -13,6 +13,9 @@ MAX_REASON = 300
 MAX_GPU_CHARS = 80
 MAX_FILES = 2 * MAX_PROMPTS  # a job that draws hands over an image for each prompt, and more
 MAX_STEPS = 2**31 - 1
+MAX_RECIPES = 1000
+MAX_POINTS = 1000
+MAX_TOKENS = 1000
 FILE_NAME = r'^[A-Za-z0-9][A-Za-z0-9._-]{0,99}(/[A-Za-z0-9][A-Za-z0-9._-]{0,99}){0,3}$'
 UNPRINTABLE = re.compile(r'[^\x20-\x7e\xa0-\ud7ff\ue000-\uffff]+')  # control characters, halves of surrogate pairs
 
@@ -50,14 +53,21 @@ Name = Annotated[str, AfterValidator(_plain_name), Field(description='Letters, d
 LineOfText = Annotated[str, AfterValidator(_one_line_of_text)]
 Epoch = Annotated[int, Field(ge=1, le=MAX_STEPS, description='Number of the attempt, as the lease gave it.')]
 Steps = Annotated[int, Field(ge=0, le=MAX_STEPS)]
+Sha256 = Annotated[str, Field(pattern='^[0-9a-f]{64}$')]
 
 
 class FileContent(ProtocolModel):
-    sha256: str = Field(pattern='^[0-9a-f]{64}$')
+    sha256: Sha256
     bytes: int = Field(ge=0, le=LARGEST_INPUT_BYTES)
 
 
 Files = Annotated[dict[Annotated[str, Field(pattern=FILE_NAME)], FileContent], Field(max_length=MAX_FILES)]
+
+
+Point = Annotated[list[float | None], Field(min_length=4, max_length=4)]
+Curve = Annotated[
+    list[Point], Field(max_length=MAX_POINTS, description='New points of the curve: step, loss, learning rate, steps/s; null: not known.')
+]
 
 
 # Asked by machines.
@@ -69,6 +79,13 @@ class EnrollRequest(ProtocolModel):
     gpu_gb: float = Field(ge=0, le=10_000, description='Memory of one GPU.')
     image: LineOfText = Field('', max_length=MAX_IMAGE_CHARS, description='Digest of the container image that the worker runs in.')
     gpus: int = Field(1, ge=1, le=1024, description='How many one job gets.')
+    version: LineOfText = Field('', max_length=MAX_GPU_CHARS, description='Of its installation.')
+    recipes: dict[Annotated[str, Field(max_length=200)], Sha256] = Field(
+        {},
+        max_length=MAX_RECIPES,
+        description='Recipes that it has, {file name: SHA-256} of what they and those they are based on say, as JSON with sorted keys, the most '
+        'basic first. It gets jobs of those that the service has with the same digest.',
+    )
 
 
 class LeaseRequest(ProtocolModel):
@@ -78,6 +95,7 @@ class LeaseRequest(ProtocolModel):
 class RenewRequest(LeaseRequest):
     step: Steps = 0
     steps_per_sec: float | None = Field(default=None, ge=0, le=1e6)
+    curve: Curve = []
 
 
 class UrlsRequest(LeaseRequest):
@@ -96,11 +114,13 @@ class EndRequest(LeaseRequest):
     message: Annotated[str, BeforeValidator(_shown_message)] = Field('', description=f'The last {MAX_MESSAGE:,} characters are kept.')
     step: Steps = 0
     files: Files = Field({}, description='Results of a job that is done.')
+    curve: Curve = []
 
 
 class Enrolled(ProtocolModel):
     node: str
-    token: str = Field(description='For all further requests of this machine.')
+    token: str = Field(description='For all further requests of this machine, and to enrol again under its name.')
+    other_recipes: list[str] = Field([], description='Recipes of the service that this machine lacks, or has otherwise: it gets no job of them.')
     lease_sec: float
     renew_sec: float
     poll_sec: float
@@ -205,6 +225,19 @@ class OwnerSettings(AccountSettings):
 class PoolSettings(AccountSettings):
     price_per_hour: float | None = Field(default=None, ge=0, le=10_000)
     trusted: bool | None = None
+    max_machines: int | None = Field(default=None, ge=0, le=1_000_000, description='That are here at a time.')
+    max_per_address: int | None = Field(
+        default=None, ge=0, le=1_000_000, description='Of them from one address, those in quarantine too; not asked of a trusted pool.'
+    )
+    one_use: bool | None = Field(default=None, description='Machines enrol with tokens of their own alone (POST /pools/{name}/tokens).')
+
+
+class TokensRequest(ProtocolModel):
+    num: int = Field(ge=1, le=MAX_TOKENS)
+
+
+class TokensAnswer(ProtocolModel):
+    tokens: list[str] = Field(description='Shown once; each lets in one machine, once.')
 
 
 class AccountAnswer(ProtocolModel):

@@ -23,9 +23,10 @@ NAME = re.compile(rf'[A-Za-z0-9][A-Za-z0-9._-]{{0,{NAME_CHARS - 1}}}')
 SHA256 = re.compile(r'[0-9a-f]{64}')
 LARGEST_INPUT_BYTES = 5 << 30  # of one PUT to object storage
 MAX_PROMPTS, MAX_PROMPT_CHARS = 64, 4096
+MAX_VALUES = 1000  # of a whole job: texts, numbers, lists and mappings, each of which is looked at several times
 MAX_IMAGE_CHARS, MAX_WEBHOOK_CHARS = 200, 2000
 # What an adapter or a model in the diffusers layout consists of, and images: nothing that is unpickled.
-RESULT_SUFFIXES = ('.safetensors', '.json', '.yaml', '.md', '.txt', '.model', '.png')
+RESULT_SUFFIXES = ('.safetensors', '.json', '.jsonl', '.yaml', '.md', '.txt', '.model', '.png')
 
 
 class JobError(InputError):
@@ -90,6 +91,7 @@ class JobValidation:
 class JobSpec:
     recipe: str = key(MISSING, "Name of a recipe of the worker's image, such as `yamls/dreambooth-sdxl-lora.yaml`.")
     name: str | None = key(None, 'What its owner calls it: letters, digits and . _ -')
+    group: str | None = key(None, 'Jobs of one owner and group are compared on one page; a name likewise. `submit --grid` sets it.')
     overrides: dict[str, Any] = key(dict, 'Changes to the recipe by key, such as `train.duration: 1000ba`; a list of keys is allowed.')
     inputs: dict[str, JobInput] = key(
         dict, 'Archives by name. The name of a stream of the recipe that has `photos` is their folder; `base` is the model in the diffusers layout.'
@@ -135,6 +137,8 @@ def spec_of(content: Mapping[str, Any], source: str) -> JobSpec:
     Raises:
         JobError: with every mistake.
     """
+    if num_values(content, MAX_VALUES) > MAX_VALUES:
+        raise JobError(source, [f'more than {MAX_VALUES:,} keys and values; leave prompts out, or divide it into several jobs'])
     errors: list[str] = []
     spec: JobSpec = merge(JobSpec, [(source, dict(content))], errors)
     if errors:
@@ -145,10 +149,25 @@ def spec_of(content: Mapping[str, Any], source: str) -> JobSpec:
     return spec
 
 
+def num_values(content: object, enough: int) -> int:
+    """Count the values in JSON or YAML, mappings and lists too; beyond `enough` it stops."""
+    left, num = [content], 0
+    while left and num <= enough:
+        value = left.pop()
+        num += 1
+        if isinstance(value, list | tuple):
+            left += value[: enough + 1]
+        elif isinstance(value, Mapping):
+            left += value.values()
+    return num
+
+
 def _mistakes(spec: JobSpec) -> list[str]:
     found = []
     if spec.name is not None and not NAME.fullmatch(spec.name):
         found.append(f'name: {spec.name[:80]!r} may have letters, digits and . _ - alone, 64 at most')
+    if spec.group is not None and not NAME.fullmatch(spec.group):
+        found.append(f'group: {spec.group[:80]!r} may have letters, digits and . _ - alone, 64 at most')
     for name, given in spec.inputs.items():
         if not NAME.fullmatch(name):
             found.append(f'inputs: the name {name[:80]!r} may have letters, digits and . _ - alone')

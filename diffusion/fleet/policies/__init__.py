@@ -1,1 +1,1 @@
-"""What the fleet decides, as pure functions of rows and time: the service and the simulator call the same ones."""
+"""What the fleet decides, as pure functions of rows and time."""

@@ -1,11 +1,13 @@
 """What becomes of a job when an attempt at it has ended, and whose fault a failure was.
 
-A machine may be broken and a job may be wrong, and one failure does not tell which. Therefore a crash or a stall
-- counts against the job (`limits.attempts`) only if its machine is proven: it has finished some other job;
+A machine may be broken and a job may be wrong, and one failure does not tell which. Also "the recipe is wrong" (64) and "the data are wrong" (65) may
+be said by a machine of another installation: the service has judged the recipe when the job came. Therefore a crash, a stall, a 64 or a 65
+- counts against the job (`limits.attempts`; of the same 64 or 65 two suffice) only if its machine is proven: it has finished some other job;
 - is a loss like a machine that vanished (`limits.losses`) if its machine is quarantined, or says itself that it cannot work;
 - counts neither way if its machine has finished nothing else yet. Later it may: all attempts are judged again each time. As nothing may run for
   ever, `UNPROVEN` times `limits.attempts` failures on machines that are not quarantined end the job too, proven or not.
-Hours and dollars are a last limit. The job that failed on a machine, or was lost there twice at the same step, does not return to it for a day.
+Hours and dollars are a last limit. The job that failed on a machine, or was lost or given back there twice at the same step, does not return to it
+for a day.
 """
 
 from bisect import bisect_right
@@ -14,14 +16,27 @@ from dataclasses import dataclass, replace
 
 from diffusion.common.text import counted
 from diffusion.fleet.policies.limits import beyond_limits
-from diffusion.fleet.policies.rows import COUNTED, FAILURES, HOPELESS, AttemptRow, Ban, Ending, JobRow, JobState, describe, repeated_losses
+from diffusion.fleet.policies.rows import (
+    COUNTED,
+    FAILURES,
+    REFUSED,
+    RETURNED,
+    AttemptRow,
+    Ban,
+    Ending,
+    JobRow,
+    JobState,
+    describe,
+    repeated_losses,
+)
 
 BAN_SEC = 24 * 3600.0
 UNPROVEN = 3
+ENOUGH_REFUSALS = 2  # by two machines, as the first gets the job again only if for 15 minutes no other has come
 FIRST_PAUSE_SEC, LONGEST_PAUSE_SEC = 30.0, 900.0
 
-_SAY_NOTHING = (Ending.LOST, Ending.RELEASED)
-_BANNED = COUNTED | {Ending.NON_FINITE, Ending.NODE_FAULT}
+_AT_ONCE = RETURNED - {Ending.STOPPED}
+_BANNED = COUNTED | REFUSED | {Ending.NON_FINITE, Ending.NODE_FAULT}
 
 
 @dataclass(frozen=True)
@@ -33,7 +48,7 @@ class JobDecision:
 
 
 def judge(job: JobRow, attempts: Sequence[AttemptRow], proven: Collection[str], quarantined: Collection[str], now: float) -> JobDecision:
-    """Decide on a job whose newest attempt has just ended.
+    """Decide on a job of which no attempt runs: its newest one has just ended, or a machine that has failed it has just proven itself.
 
     Args:
         attempts: all of the job, in any order.
@@ -58,20 +73,23 @@ def judge(job: JobRow, attempts: Sequence[AttemptRow], proven: Collection[str], 
 
 def _why_failed(job: JobRow, attempts: list[AttemptRow], newest: AttemptRow, proven: Collection[str], quarantined: Collection[str]) -> str | None:
     """The cause of a job that ends as failed; None: it is tried again."""
-    if newest.ending in HOPELESS:
-        return newest.message or describe(newest)
     if newest.ending is Ending.LIMIT:
         return beyond_limits(job, attempts) or newest.message or 'its hours or dollars are spent'
     if reason := beyond_limits(job, attempts):
         return _with_messages(reason, attempts)
-    failed = [attempt for attempt in attempts if attempt.ending in COUNTED or attempt.ending is Ending.NON_FINITE]
+    failed = [attempt for attempt in attempts if attempt.ending in COUNTED | REFUSED or attempt.ending is Ending.NON_FINITE]
     own = [attempt for attempt in failed if attempt.node not in quarantined]
     if newest.ending is Ending.NON_FINITE:
         nodes = {attempt.node for attempt in own if attempt.ending is Ending.NON_FINITE}
         if len(nodes) >= 2:
             return _with_messages(f'the loss stayed NaN or infinite on {len(nodes)} machines: look at learning rate and data', own)
     if newest in own:
-        counted = [attempt for attempt in own if attempt.ending in COUNTED and attempt.node in proven]
+        on_proven = [attempt for attempt in own if attempt.node in proven]
+        for ending, what in ((Ending.RECIPE, 'recipe is'), (Ending.DATA, 'data are')):
+            refusals = [attempt for attempt in on_proven if attempt.ending is ending]
+            if len(refusals) >= ENOUGH_REFUSALS:
+                return _with_messages(f'its {what} wrong: {len(refusals)} machines say so that have finished other jobs', refusals)
+        counted = [attempt for attempt in on_proven if attempt.ending in COUNTED]
         if len(counted) >= job.limits.attempts:
             return _with_messages(
                 f'failed {len(counted)} times on machines that have finished other jobs, limits.attempts is {job.limits.attempts}', counted
@@ -116,9 +134,9 @@ def _pause_sec(attempts: list[AttemptRow]) -> float:
 
     Machines that vanish or are to leave say nothing about the job: it returns to the queue at once.
     """
-    if attempts[-1].ending in _SAY_NOTHING:
+    if attempts[-1].ending in _AT_ONCE:
         return 0.0
-    attempts = [attempt for attempt in attempts if attempt.ending not in _SAY_NOTHING]
+    attempts = [attempt for attempt in attempts if attempt.ending not in _AT_ONCE]
     idle = 0
     while idle < len(attempts) and attempts[-1 - idle].last_step <= attempts[-1 - idle].first_step:
         idle += 1
@@ -135,13 +153,14 @@ def _with_messages(reason: str, attempts: Iterable[AttemptRow]) -> str:
 
 # When a machine gets no more jobs: three jobs have failed on it since it last finished one.
 #
-# A failure is a crash, a stall, what the machine says of itself, or a job that was lost there twice at the same step (rows.py).
+# A failure is a crash, a stall, a recipe or data that it calls wrong, what it says of itself, or a job that was lost or given back there twice at the
+# same step (rows.py).
 # A failure there does not count if it is rather the job's, and this is what was seen of the job elsewhere:
 # 1. it has done better elsewhere (finished, or runs beyond the step where it failed here): the failure is the machine's;
 # 2. else it has failed elsewhere too: the job's;
 # 3. else it was not tried elsewhere yet. Other machines that tried jobs of the same owner then vote: one is a witness for the owner if a job of it
 #    finished there, or lasted longer than this failure did; otherwise against, if one failed there. More against than for: the job's.
-#    Else, also without any witness, the machine's.
+#    Else, also without any witness, the machine's; of data that it calls wrong the job's, as owners do hand in photos that nobody can read.
 # So one owner's thousand crashing jobs cost the machine that meets them before all others, and no second; a broken machine among healthy ones goes
 # after three failures; and several broken ones among more healthy ones too. What is missing: if most machines are broken in the same hour, such as by
 # an image that does not start, they are taken for healthy ones until the jobs do better elsewhere.
@@ -149,7 +168,7 @@ def _with_messages(reason: str, attempts: Iterable[AttemptRow]) -> str:
 MIN_FAILED_JOBS = 3
 MAX_LINE = 200  # characters of a failure's message in the reason
 
-_SUSPICIOUS = COUNTED | {Ending.NODE_FAULT}
+_SUSPICIOUS = COUNTED | REFUSED | {Ending.NODE_FAULT}
 
 
 def failures_since_success(attempts: Iterable[AttemptRow]) -> list[AttemptRow]:
@@ -189,7 +208,7 @@ def why_quarantined(node: str, attempts: Iterable[AttemptRow], elsewhere: Iterab
 
 def _brief(failure: AttemptRow) -> AttemptRow:
     """With the last line of its message alone: the reason is read in a list of machines, and a traceback says in its last line what happened."""
-    lines = failure.message.strip().splitlines()
+    lines = [line for line in failure.message.splitlines() if any(map(str.isalnum, line))]  # a cut traceback may end with ^^^^^^
     return replace(failure, message=lines[-1].strip()[:MAX_LINE] if lines else '')
 
 
@@ -225,7 +244,7 @@ class Elsewhere:
         lasted = self._lasted.get(failure.owner, [])
         num_for = len(lasted) - bisect_right(lasted, failure.billed_sec)
         num_against = bisect_right(self._failed.get(failure.owner, []), failure.billed_sec)
-        return num_against <= num_for
+        return num_against < num_for or (num_against == num_for and (num_for > 0 or failure.ending is not Ending.DATA))
 
     def _is_failure(self, attempt: AttemptRow) -> bool:
         return attempt.ending in FAILURES or (attempt.job, attempt.epoch) in self._lost

@@ -1,4 +1,4 @@
-"""Which job a machine gets when it asks for one. The claim of the queue says the same in SQL.
+"""Which job a machine gets when it asks for one. The claim (queue/leases.py) says it in SQL, tests/fleet/reference.py in Python.
 
 Of each owner one job is looked at, the first that the machine may take: those that have begun, then by priority, then as submitted. Among the
 owners' jobs one that has begun goes first (a machine's death costs no more than the lease), then the owner with the fewest leases, then the one
@@ -14,36 +14,6 @@ from diffusion.fleet.policies.limits import may_lease
 from diffusion.fleet.policies.rows import Ban, JobRow, JobState, NodeRow, NodeState, OwnerRow
 
 
-def choose(node: NodeRow, jobs: Iterable[JobRow], bans: Collection[Ban], owners: Mapping[str, OwnerRow], now: float) -> JobRow | None:
-    """The job that `node` gets; None: none of them.
-
-    Args:
-        jobs: in any order and state.
-        bans: may be of other jobs and machines too.
-        owners: by name, all owners of the jobs.
-    """
-    queues: dict[str, list[JobRow]] = {}
-    for job in jobs:
-        queues.setdefault(job.owner, []).append(job)
-    for queue in queues.values():
-        queue.sort(key=order_of_owner)
-    return choose_sorted(node, queues, bans, owners, now)
-
-
-def choose_sorted(
-    node: NodeRow, queues: Mapping[str, Iterable[JobRow]], bans: Collection[Ban], owners: Mapping[str, OwnerRow], now: float
-) -> JobRow | None:
-    """`choose` from the jobs of each owner, sorted by `order_of_owner` already: no more than the first of each that may be taken are looked at."""
-    if node.state is not NodeState.LIVE:
-        return None
-    banned = {ban.job for ban in bans if ban.node == node.name and ban.until > now}
-    firsts = [
-        next((job for job in queue if job.id not in banned and is_takeable(job, node, now)), None)
-        for name, queue in queues.items() if may_lease(owners[name])
-    ]  # fmt: skip
-    return min((job for job in firsts if job), key=lambda job: _order_of_owners(job, owners[job.owner]), default=None)
-
-
 def order_of_owner(job: JobRow) -> tuple[bool, int, int]:
     """Sorts the jobs of one owner: the first is handed out first."""
     return job.epoch == 0, -job.priority, job.number
@@ -57,11 +27,8 @@ def is_takeable(job: JobRow, node: NodeRow, now: float) -> bool:
 def fits(job: JobRow, node: NodeRow) -> bool:
     """Whether the machine has what the job needs."""
     needs = job.needs
-    return needs.gpu_gb <= node.gpu_gb and needs.image in (None, node.image) and (node.trusted or not needs.trusted)
-
-
-def _order_of_owners(job: JobRow, owner: OwnerRow) -> tuple[bool, int, float, int]:
-    return job.epoch == 0, owner.num_leased, owner.last_leased, job.number
+    is_like = needs.gpu_gb <= node.gpu_gb and needs.image in (None, node.image) and (node.trusted or not needs.trusted)
+    return is_like and (node.recipes is None or job.recipe in node.recipes)
 
 
 # A job that no machine may take any more because each has failed it: one more machine is asked for, and after a while one of them tries again.
@@ -145,7 +112,9 @@ def _misfit(job: JobRow, live: list[NodeRow]) -> str:
         wrong.append(f'no machine here has the image {needs.image} (needs.image)')
     if needs.trusted and not any(node.trusted for node in live):
         wrong.append('no machine here is trusted (needs.trusted)')
-    return '; '.join(wrong) or 'no machine here has all that it needs together (gpu_gb, image, trusted)'
+    if all(node.recipes is not None and job.recipe not in node.recipes for node in live):
+        wrong.append(f'no machine here has the recipe {job.recipe} as the service has it; the operator brings both to one version')
+    return '; '.join(wrong) or 'no machine here has all that it needs together (gpu_gb, image, trusted, recipe)'
 
 
 # How many machines the fleet wants, and which idle ones may leave.

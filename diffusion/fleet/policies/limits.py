@@ -74,11 +74,13 @@ def reference_speed(attempt: AttemptRow, peers: Iterable[AttemptRow]) -> float |
     """Median steps/s of other machines with the same recipe and GPU, each by the median of its attempts; None if there are too few attempts.
 
     Args:
-        peers: of any recipe and machine, ended or running; of thousands the newest few hundred are enough.
+        peers: of any recipe and machine; what a machine says of its speed counts if it has finished that job. Of thousands the newest few hundred are
+            enough.
     """
     speeds: dict[str, list[float]] = {}
     for peer in peers:
-        if peer.steps_per_sec is not None and peer.node != attempt.node and (peer.recipe, peer.gpu) == (attempt.recipe, attempt.gpu):
+        is_comparable = peer.node != attempt.node and (peer.recipe, peer.gpu) == (attempt.recipe, attempt.gpu)
+        if peer.steps_per_sec is not None and peer.ending is Ending.DONE and is_comparable:
             speeds.setdefault(peer.node, []).append(peer.steps_per_sec)
     return median(map(median, speeds.values())) if sum(map(len, speeds.values())) >= MIN_PEERS else None
 

@@ -1,9 +1,6 @@
-"""The rows that policies judge: what the queue remembers of jobs, attempts and nodes. Times are seconds of one clock, the database's.
+"""The rows that policies judge: what the queue remembers of jobs, attempts and nodes. Times are seconds of one clock, the database's."""
 
-Rows of the simulator have the same types; whatever a policy needs is in them.
-"""
-
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -99,6 +96,7 @@ class NodeRow:
     image: str = ''
     trusted: bool = False
     last_seen: float = 0.0
+    recipes: Collection[str] | None = None  # that it has as the service has them; None: all
 
 
 @dataclass(frozen=True)
@@ -136,9 +134,10 @@ ENDINGS = {
     129: Ending.STOPPED,
 }
 
-COUNTED = frozenset({Ending.CRASHED, Ending.STALLED})  # against the job or the machine: blame.py and quarantine.py say which
-HOPELESS = frozenset({Ending.RECIPE, Ending.DATA})  # the same on every machine
-FAILURES = COUNTED | HOPELESS | {Ending.NON_FINITE, Ending.NODE_FAULT}  # the machine was there to the end, and the job did not get through
+COUNTED = frozenset({Ending.CRASHED, Ending.STALLED})  # against the job or the machine: blame.py says which
+REFUSED = frozenset({Ending.RECIPE, Ending.DATA})  # the same on every machine, if it is the job that is wrong
+FAILURES = COUNTED | REFUSED | {Ending.NON_FINITE, Ending.NODE_FAULT}  # the machine was there to the end, and the job did not get through
+RETURNED = frozenset({Ending.LOST, Ending.RELEASED, Ending.STOPPED})  # says nothing about the job, and nobody reported a failure
 
 
 def ending_of(exit_code: int) -> Ending:
@@ -147,14 +146,15 @@ def ending_of(exit_code: int) -> Ending:
 
 
 def repeated_losses(attempts: Iterable[AttemptRow]) -> set[tuple[str, int]]:
-    """(job, epoch) of attempts that were lost where the same machine had lost the same job before, and no checkpoint had come of it.
+    """(job, epoch) of attempts that were lost or given back where the same machine had done so with the same job before, and no checkpoint had come
+    of it.
 
-    Once is a machine that vanished. Twice is one that came back and vanished again: its container is killed whole, such as by its memory limit, or it
-    claims and forgets. Nobody is there to report a failure, so this is one.
+    Once is a machine that vanished, or had to go. Twice is one that came back and vanished again: its container is killed whole, such as by its
+    memory limit, or it claims and forgets, or claims and gives back. Nobody reports a failure, so this is one.
     """
     seen, found = set(), set()
     for attempt in sorted(attempts, key=lambda attempt: attempt.epoch):
-        if attempt.ending is Ending.LOST:
+        if attempt.ending in RETURNED:
             loss = attempt.job, attempt.node, attempt.first_step
             if loss in seen:
                 found.add((attempt.job, attempt.epoch))

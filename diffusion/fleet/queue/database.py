@@ -1,6 +1,7 @@
 """Connections to the fleet's PostgreSQL, and its schema."""
 
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,8 @@ from psycopg_pool import ConnectionPool
 from diffusion.common.text import redacted
 from diffusion.contracts.errors import InputError
 
-VERSION = 1
-SCHEMA = Path(__file__).with_name('schema.sql')
+VERSION = 2
+SCHEMA, UPGRADES = Path(__file__).with_name('schema.sql'), Path(__file__).with_name('upgrades.sql')
 URL_VARIABLE = 'FLEET_DATABASE_URL'  # never an argument: those are seen by every user of the machine
 STATEMENT_SEC = 30  # no statement of ours takes a second; one that hangs must not keep its locks
 
@@ -102,13 +103,29 @@ def connected(url: str) -> Iterator[Connection]:
         yield connection
 
 
-def check_version(connection: Connection) -> None:
-    """Raises InputError: the schema is missing, or another one than this code's."""
+def upgrade(connection: Connection) -> int:
+    """Bring the schema of an older version to this code's, in the transaction of the connection; services that start at once wait for each other.
+
+    Returns:
+        The version that was found.
+
+    Raises:
+        InputError: the schema is missing, or younger than this code.
+    """
     version = _version(connection)
     if version is None:
         raise InputError('this database holds no fleet yet; python -m diffusion.fleet init creates it')
     if version != VERSION:
-        raise InputError(f'the schema of this database has version {version}, this code needs {VERSION}; docs/fleet.md says how to upgrade')
+        connection.execute('lock table fleet_version')
+        version = _version(connection)
+        assert version is not None
+    if version > VERSION:
+        raise InputError(f'the schema of this database has version {version}, this code knows {VERSION}: update the code')
+    _, *upgrades = re.split(r'^-- version \d+:.*$', UPGRADES.read_text(), flags=re.MULTILINE)
+    for statements in upgrades[version - 1 :]:
+        connection.execute(statements.encode())
+    connection.execute('update fleet_version set version = %s where version <> %s', [VERSION, VERSION])
+    return version
 
 
 def check_bucket(connection: Connection, url: str) -> None:

@@ -7,7 +7,7 @@ import json
 
 from diffusion.fleet.jobs.spec import NAME_CHARS
 from diffusion.fleet.policies.blame import JobDecision, failures_since_success, judge, proven_nodes, reopened, why_quarantined
-from diffusion.fleet.policies.rows import COUNTED, AttemptRow, Ban, Ending, JobState, NodeState
+from diffusion.fleet.policies.rows import FAILURES, RETURNED, AttemptRow, Ban, Ending, JobState, NodeState
 from diffusion.fleet.queue import reading
 from diffusion.fleet.queue.database import Connection
 
@@ -20,9 +20,11 @@ OF_IMAGES = '-images'  # after the name of a job, for the one that draws with it
 def close(connection: Connection, job: str, epoch: int, ending: Ending, exit_code: int | None = None, message: str = '') -> None:
     """End the running attempt at a leased job, whose row this transaction has locked. It is billed up to its last sign of life."""
     ended = connection.execute(
-        """update attempt a set ended = last_sign, ending = %s, exit_code = %s, message = %s where job = %s and epoch = %s and ended is null
-        returning a.node, a.dollars""",
-        [ending, exit_code, message, job, epoch],
+        """update attempt a set ended = last_sign, ending = %(ending)s, exit_code = %(code)s, message = %(message)s,
+        steps_per_sec = case when %(ending)s = 'done' then least(steps_per_sec, (last_step - first_step)
+            / greatest(1, extract(epoch from last_sign - coalesce(progressed, started))::float8)) else steps_per_sec end
+        where job = %(job)s and epoch = %(epoch)s and ended is null returning a.node, a.dollars""",
+        {'ending': ending, 'code': exit_code, 'message': message, 'job': job, 'epoch': epoch},
     ).fetchone()
     assert ended is not None
     connection.execute(
@@ -30,8 +32,29 @@ def close(connection: Connection, job: str, epoch: int, ending: Ending, exit_cod
     )
     decision = _judged(connection, job)
     _write(connection, job, decision)
-    if ending in COUNTED or ending in (Ending.NODE_FAULT, Ending.LOST):
+    if ending in FAILURES | RETURNED:
         _quarantine(connection, ended['node'])
+    elif ending is Ending.DONE:
+        _judge_again(connection, ended['node'])
+
+
+def cancel_waiting(connection: Connection, job: str, cause: str) -> None:
+    """End a queued job, whose row this transaction has locked, as cancelled."""
+    _write(connection, job, JobDecision(JobState.CANCELLED, cause))
+
+
+def _judge_again(connection: Connection, name: str) -> None:
+    """Judge waiting jobs that a machine has failed which has now finished another, so that its failures count: each may wait for a machine that has
+    not failed it, and there may be none."""
+    waiting = connection.execute(
+        """select id::text from job where state = 'queued' and id in (select job from ban where node = %s and until > now())
+        order by number limit %s for update skip locked""",
+        [name, MAX_REOPENED],
+    ).fetchall()
+    for job in waiting:
+        decision = _judged(connection, job['id'])
+        if decision.state is JobState.FAILED:
+            _write(connection, job['id'], decision)
 
 
 def _judged(connection: Connection, job: str) -> JobDecision:

@@ -4,7 +4,9 @@ Each statement that a machine causes names job, epoch, node and the state `lease
 nothing and gets `LeaseEnded`. The epoch grows with every claim and is part of every key in object storage.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Literal
 
 from psycopg.types.json import Jsonb
@@ -19,19 +21,21 @@ from diffusion.fleet.queue.endings import close
 CLAIMS = 0x666C6565  # advisory lock: one claim at a time, so that limits of owners hold exactly; a claim takes milliseconds
 RenewAction = Literal['continue', 'stop', 'release']
 MAX_PEERS, MAX_OF_PEER = 200, 10  # machines that are compared, and attempts of each
+MAX_POINTS = 400  # of a job's curve
+Curve = Sequence[Sequence[float | None]]
 
-# policies/hand_out.py is the reference of this query; tests/fleet/test_claim.py holds the two equal.
-# A lane is the jobs of one owner that need the same: few, however many jobs there are. The index job_queued leads from one lane to the next, and to
-# the first job of each, so that 50,000 jobs which this machine cannot take cost it nothing.
+# policies/hand_out.py says the rules; tests/fleet/test_claim.py holds this query to the same in Python.
+# A lane is the jobs of one owner with one recipe that need the same: few, however many jobs there are. The index job_queued leads from one lane to
+# the next, and to the first job of each, so that 50,000 jobs which this machine cannot take cost it nothing.
 PICK = """
     with recursive lane as (
-        (select owner, gpu_gb, coalesce(image, '') as image, trusted from job where state = 'queued'
-            order by owner, gpu_gb, coalesce(image, ''), trusted limit 1)
+        (select owner, recipe, gpu_gb, coalesce(image, '') as image, trusted from job where state = 'queued'
+            order by owner, recipe, gpu_gb, coalesce(image, ''), trusted limit 1)
         union all
         select next.* from lane cross join lateral (
-            select owner, gpu_gb, coalesce(image, '') as image, trusted from job where state = 'queued'
-                and (owner, gpu_gb, coalesce(image, ''), trusted) > (lane.owner, lane.gpu_gb, lane.image, lane.trusted)
-            order by owner, gpu_gb, coalesce(image, ''), trusted limit 1
+            select owner, recipe, gpu_gb, coalesce(image, '') as image, trusted from job where state = 'queued'
+                and (owner, recipe, gpu_gb, coalesce(image, ''), trusted) > (lane.owner, lane.recipe, lane.gpu_gb, lane.image, lane.trusted)
+            order by owner, recipe, gpu_gb, coalesce(image, ''), trusted limit 1
         ) next
     )
     select id from (select distinct on (lane.owner) chosen.*, running.num, o.last_leased from lane
@@ -42,12 +46,12 @@ PICK = """
     ) running
     cross join lateral (
         select id, (epoch > 0) as begun, priority, number from job j
-        where j.state = 'queued' and j.owner = lane.owner and j.gpu_gb = lane.gpu_gb and coalesce(j.image, '') = lane.image
-            and j.trusted = lane.trusted and j.not_before <= now()
+        where j.state = 'queued' and j.owner = lane.owner and j.recipe = lane.recipe and j.gpu_gb = lane.gpu_gb
+            and coalesce(j.image, '') = lane.image and j.trusted = lane.trusted and j.not_before <= now()
             and not exists (select 1 from ban where ban.job = j.id and ban.node = %(name)s and ban.until > now())
         order by (epoch > 0) desc, priority desc, number limit 1
     ) chosen
-    where lane.gpu_gb <= %(gpu_gb)s and lane.image in ('', %(image)s) and (%(trusted)s or not lane.trusted)
+    where lane.recipe = any(%(recipes)s) and lane.gpu_gb <= %(gpu_gb)s and lane.image in ('', %(image)s) and (%(trusted)s or not lane.trusted)
         and running.num < o.max_leased and o.budget_dollars - o.spent_dollars - running.dollars > 0
     order by lane.owner, chosen.begun desc, chosen.priority desc, chosen.number) first_of_owner
     order by begun desc, num, last_leased, number limit 1
@@ -101,7 +105,8 @@ def claim(connection: Connection, node: str, session: int, terms: LeaseSettings)
     known = reading.nodes(connection, 'n.name = %s', node)[0]
     if known.state != NodeState.LIVE:
         return None
-    picked = connection.execute(PICK, {'name': node, 'gpu_gb': known.gpu_gb, 'image': known.image, 'trusted': known.trusted}).fetchone()
+    wanted = {'name': node, 'recipes': known.recipes, 'gpu_gb': known.gpu_gb, 'image': known.image, 'trusted': known.trusted}
+    picked = connection.execute(PICK, wanted).fetchone()
     if picked is None:
         return None
     failpoint('fleet.claim.picked')
@@ -143,7 +148,9 @@ def take_back(connection: Connection, condition: str, *values: Any) -> int:
     return len(lost)
 
 
-def renew(connection: Connection, held: Lease, step: int, steps_per_sec: float | None, terms: LeaseSettings) -> tuple[RenewAction, str]:
+def renew(
+    connection: Connection, held: Lease, step: int, steps_per_sec: float | None, points: Curve, terms: LeaseSettings
+) -> tuple[RenewAction, str]:
     """Prolong a lease; returns what the machine has to do now and why.
 
     `continue`; `stop`: save and give the job back, whose limits or whose owner's budget are spent; `release`: the same, and leave.
@@ -151,8 +158,9 @@ def renew(connection: Connection, held: Lease, step: int, steps_per_sec: float |
     Raises:
         LeaseEnded: it is not its lease any more.
     """
-    hold(connection, held, 'for update')
+    row = hold(connection, held, 'for update')
     _sign_of_life(connection, held, step, steps_per_sec)
+    _extend_curve(connection, row, points)
     job = reading.jobs(connection, 'j.id = %s', held.job)[0]
     own = reading.attempts(connection, 'a.job = %s', held.job)
     owner = reading.owners(connection, 'o.name = %s', job.owner)[0]
@@ -170,13 +178,13 @@ def renew(connection: Connection, held: Lease, step: int, steps_per_sec: float |
 
 
 def _peers(connection: Connection, attempt: AttemptRow) -> list[AttemptRow]:
-    """The newest attempts of each other machine with the same recipe and GPU that have told their speed; few, as one may begin thousands."""
+    """The newest finished attempts of each other machine with the same recipe and GPU; few, as one may have thousands."""
     return reading.attempts(
         connection,
         """(a.job, a.epoch) in (
             select newest.job, newest.epoch from (select name from node where gpu = %s and name <> %s order by last_seen desc limit %s) other
             cross join lateral (
-                select job, epoch from attempt where node = other.name and recipe = %s and gpu = %s and steps_per_sec is not null
+                select job, epoch from attempt where node = other.name and recipe = %s and gpu = %s and steps_per_sec is not null and ending = 'done'
                 order by started desc limit %s
             ) newest
         )""",
@@ -216,7 +224,10 @@ def publish(connection: Connection, held: Lease, step: int, files: dict[str, Any
     failpoint('fleet.publish.written')
 
 
-def end(connection: Connection, held: Lease, ending: Ending, step: int, exit_code: int | None, message: str, results: dict[str, Any] | None) -> None:
+def end(
+    connection: Connection, held: Lease, ending: Ending, step: int, exit_code: int | None, message: str, results: dict[str, Any] | None,
+    points: Curve = (),
+) -> None:  # fmt: skip
     """End an attempt as its machine says.
 
     Args:
@@ -225,13 +236,37 @@ def end(connection: Connection, held: Lease, ending: Ending, step: int, exit_cod
     Raises:
         LeaseEnded: it is not its lease any more.
     """
-    hold(connection, held, 'for update')
+    row = hold(connection, held, 'for update')
     _sign_of_life(connection, held, step)
+    _extend_curve(connection, row, points)
     if results is not None:
         connection.execute('update job set results = %s where id = %s', [Jsonb({'epoch': held.epoch, 'files': results}), held.job])
     failpoint('fleet.end.signed')
     close(connection, held.job, held.epoch, ending, exit_code, message)
     failpoint('fleet.end.written')
+
+
+def _extend_curve(connection: Connection, row: dict[str, Any], points: Curve) -> None:
+    if points:
+        connection.execute('update job set curve = %s where id = %s', [Jsonb(extended(row['curve'], points, row['num_steps'])), row['id']])
+
+
+def extended(curve: Curve, points: Curve, num_steps: int) -> Curve:
+    """Return a job's curve with new points, at most about MAX_POINTS, evenly over its steps. Those from a resume on replace what is there.
+
+    Args:
+        curve, points: step, and what is known of it; steps outside the job are left out.
+    """
+    found, gap = list(curve), ceil(num_steps / MAX_POINTS)
+    for point in points:
+        step = point[0]
+        if step is None or not 0 <= step <= num_steps:
+            continue
+        while found and (found[-1][0] or 0) >= step:
+            found.pop()
+        if not found or step - (found[-1][0] or 0) >= gap or step == num_steps:
+            found.append([int(step), *point[1:]])
+    return found
 
 
 def _sign_of_life(connection: Connection, held: Lease, step: int, steps_per_sec: float | None = None) -> None:

@@ -19,7 +19,8 @@ ATTEMPT = """
     from attempt a join job j on j.id = a.job
 """
 NODE = """
-    n.name, n.state, n.gpu, n.gpu_gb, n.image, p.trusted, extract(epoch from n.last_seen)::float8 as last_seen
+    n.name, n.state, n.gpu, n.gpu_gb, n.image, p.trusted, extract(epoch from n.last_seen)::float8 as last_seen,
+    array(select r.name from recipe r where n.recipes ->> r.name = r.sha256) as recipes
     from node n join pool p on p.name = n.pool
 """
 BAN = 'job::text, node, extract(epoch from since)::float8 as since, extract(epoch from until)::float8 as until, reason from ban'

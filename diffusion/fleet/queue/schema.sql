@@ -1,8 +1,8 @@
 -- What a fleet remembers. All times are the database's; no clock of another machine is ever stored.
--- `fleet init` runs this file in an empty database. `database.py` refuses one of another version; docs/fleet.md says how to upgrade.
+-- `fleet init` runs this file in an empty database. A database of an older version becomes this one by upgrades.sql, which changes with this file.
 
 create table fleet_version (version int not null);
-insert into fleet_version values (1);
+insert into fleet_version values (2);
 
 -- Who submits. Tokens are 32 random bytes, of which only the SHA-256 is kept.
 create table owner (
@@ -24,7 +24,25 @@ create table pool (
     token_hash      bytea not null unique,
     price_per_hour  double precision not null,
     trusted         boolean not null default false,
-    created         timestamptz not null default now()
+    created         timestamptz not null default now(),
+    max_machines    int not null default 1000,           -- that are here at a time
+    max_per_address int not null default 20,             -- of them from one address, those in quarantine too
+    one_use         boolean not null default false       -- machines enrol with tokens of their own alone, not with the pool's
+);
+
+-- Enrolment tokens that let in one machine, once.
+create table enrolment (
+    token_hash      bytea primary key,
+    pool            text not null references pool,
+    created         timestamptz not null default now(),
+    used            timestamptz                          -- when a machine enrolled with it
+);
+create index enrolment_by_pool on enrolment (pool) where used is null;
+
+-- Recipes of the service that started last, by name, and what they say (jobs/checking.py): a machine gets jobs of those that it has as they are here.
+create table recipe (
+    name            text primary key,
+    sha256          text not null
 );
 
 -- A machine, by the name that it gives itself.
@@ -39,10 +57,12 @@ create table node (
     image           text not null default '',
     judged_from     timestamptz not null default '-infinity', -- failures before count no more: readmitted by a person
     first_seen      timestamptz not null default now(),
-    last_seen       timestamptz not null default now()
+    last_seen       timestamptz not null default now(),
+    version         text not null default '',            -- of its installation, as it says
+    recipes         jsonb not null default '{}'          -- {name: sha256}, as it says
 );
 
--- One stay of a node: from the start of a worker to its end. Its token is the node's only secret.
+-- One stay of a node: from the start of a worker to its end. Its token is the node's only secret, and lets it in again.
 create table session (
     id              bigint generated always as identity primary key,
     node            text not null references node,
@@ -50,10 +70,12 @@ create table session (
     price_per_hour  double precision not null,
     started         timestamptz not null default now(),
     last_seen       timestamptz not null default now(),
-    ended           timestamptz
+    ended           timestamptz,
+    address         text not null default ''             -- from which it enrolled
 );
 create unique index session_of_node on session (node) where ended is null;
 create index session_by_time on session (last_seen);
+create index session_by_address on session (address);
 
 create table job (
     id              uuid primary key default gen_random_uuid(),
@@ -81,14 +103,17 @@ create table job (
     cause           text not null default '',            -- why it failed, for its owner
     created         timestamptz not null default now(),
     ended           timestamptz,
+    curve           jsonb not null default '[]',         -- [[step, loss, learning rate, steps/s], ...], thinned out (queue/leases.py)
     check ((state = 'leased') = (node is not null and lease_until is not null)),
     check ((state in ('done', 'failed', 'cancelled')) = (ended is not null))
 );
 -- By lanes (queue/leases.py), and in each the order of hand-out within an owner (policies/hand_out.py).
-create index job_queued on job (owner, gpu_gb, (coalesce(image, '')), trusted, (epoch > 0) desc, priority desc, number) where state = 'queued';
+create index job_queued on job (owner, recipe, gpu_gb, (coalesce(image, '')), trusted, (epoch > 0) desc, priority desc, number)
+    where state = 'queued';
 create index job_leased on job (lease_until) where state = 'leased';
 create index job_leased_of_owner on job (owner) where state = 'leased';
 create index job_by_owner on job (owner, state, number);
+create index job_by_group on job ((spec ->> 'group'), number) where spec ->> 'group' is not null;
 create index job_ended on job (ended) where ended is not null;
 create index job_parent on job (parent) where parent is not null;
 
@@ -126,6 +151,7 @@ create table ban (
     reason          text not null,
     primary key (job, node)
 );
+create index ban_of_node on ban (node);
 
 -- One submission an owner's key: said twice, it is one.
 create table submission (

@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
-from diffusion.fleet.queue.database import check_version
+from diffusion.fleet.jobs.checking import recipe_digests
+from diffusion.fleet.queue.database import upgrade
 from diffusion.fleet.service import machines, metrics, operators, owners, pages
 from diffusion.fleet.service.background import Sweeper, WebhookSender
 from diffusion.fleet.service.gate import FleetService
@@ -29,7 +30,14 @@ def create_app(service: FleetService) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.database.open()
         with service.database.transaction() as connection:
-            check_version(connection)
+            upgrade(connection)
+            digests = recipe_digests(service.recipes)
+            connection.execute('delete from recipe where name <> all(%s)', [list(digests)])
+            connection.execute(
+                """insert into recipe (name, sha256) select * from unnest(%s::text[], %s::text[])
+                on conflict (name) do update set sha256 = excluded.sha256""",
+                [list(digests), list(digests.values())],
+            )
         sweeper = Sweeper(service.database, service.leases, service.sweep_every_sec)
         sender = WebhookSender(service.database, service.notices_to, service.notices_every_sec)
         sweeper.start()

@@ -5,8 +5,10 @@ signature, so that S3 refuses anything else. A signed GET opens one object. Both
 """
 
 import base64
+import hashlib
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,6 +47,7 @@ class Bucket:
             raise InputError(f'{url[:200]}: a fleet needs an S3-compatible bucket with conditional writes; write s3://BUCKET/FOLDER')
         self.bucket, self.folder = parts.netloc, parts.path.strip('/')
         self.url = url.rstrip('/')
+        self.checks_digests = True  # whether it refuses bytes of another digest than was signed; `check` finds out
         self._making = threading.Lock()
         self._s3: Any = None
 
@@ -57,7 +60,7 @@ class Bucket:
         return self._s3
 
     def check(self) -> None:
-        """Read a key that nothing has, which needs the rights that `look` has and no others.
+        """Read a key that nothing has, and write to another with a wrong digest, which a storage that compares them refuses.
 
         Raises:
             InputError: there is no such bucket, or it refuses the service.
@@ -67,14 +70,21 @@ class Bucket:
 
         s3 = _client(connect_timeout=5, read_timeout=10, retries={'mode': 'standard', 'total_max_attempts': 2})
         try:
-            s3.get_object(Bucket=self.bucket, Key=self.key('owners/none'))
+            with suppress(s3.exceptions.NoSuchKey):
+                s3.get_object(Bucket=self.bucket, Key=self.key('owners/none'))
+            wrong = base64.b64encode(bytes(32)).decode()
+            s3.put_object(Bucket=self.bucket, Key=self.key('owners/wrong-digest'), Body=b'x', ChecksumSHA256=wrong, IfNoneMatch='*')
+            self.checks_digests = False
         except ClientError as error:
             code, status = error.response['Error']['Code'], error.response['ResponseMetadata']['HTTPStatusCode']
-            if code in ('NoSuchKey', 'NotFound'):
+            if code in ('NotFound', 'BadDigest', 'InvalidDigest', 'XAmzContentChecksumMismatch', 'InvalidRequest'):
+                return
+            if status == 412:  # it took the wrong digest at an earlier start
+                self.checks_digests = False
                 return
             if code == 'NoSuchBucket':
                 raise InputError(f'--bucket {self.url}: there is no bucket {self.bucket}; create it, or name another') from None
-            if status >= 500 or status == 429:
+            if status != 501 and (status >= 500 or status == 429):  # 501: it knows no conditional writes
                 raise StorageAway(code) from error
             raise InputError(
                 f'--bucket {self.url}: the storage refuses this service: {code}; it needs the rights to list the bucket, and to get and put below '
@@ -121,6 +131,22 @@ class Bucket:
             raise StorageAway(f'HEAD: {type(error).__name__}') from error
         digest = head.get('ChecksumSHA256')
         return StoredObject(head['ContentLength'], base64.b64decode(digest).hex() if digest else None)
+
+    def sha256_of(self, name: str) -> str:
+        """Read an object and return its digest, hex.
+
+        Raises:
+            StorageAway.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        digest = hashlib.sha256()
+        try:
+            for part in self.s3.get_object(Bucket=self.bucket, Key=self.key(name))['Body'].iter_chunks(1 << 20):
+                digest.update(part)
+        except (BotoCoreError, ClientError) as error:
+            raise StorageAway(f'GET: {type(error).__name__}') from error
+        return digest.hexdigest()
 
     def name_of(self, url: str) -> str | None:
         """The name below this folder of an object at `s3://...`; None if it lies elsewhere."""

@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -40,8 +41,9 @@ JSON_TYPES = ('application/json', 'application/x-ndjson')
 ACCOUNT = """
     select 'owner' as kind, name, is_operator, null::bigint as session, false as is_old from owner where token_hash = %(digest)s
     union all select 'pool', name, false, null, false from pool where token_hash = %(digest)s
-    union all select 'machine', node, false, id, last_seen < now() - %(seen_every)s * interval '1 second' from session
-        where token_hash = %(digest)s and ended is null
+    union all select 'enrolment', pool, false, null, false from enrolment where token_hash = %(digest)s and used is null
+    union all select case when ended is null then 'machine' else 'former' end, node, false, id,
+        ended is null and last_seen < now() - %(seen_every)s * interval '1 second' from session where token_hash = %(digest)s
 """
 MISSING = {
     'owner': "this token is no owner's; an operator gives one: python -m diffusion.fleet owners NAME --new-token",
@@ -57,19 +59,22 @@ class RequestRejected(HTTPException):
         status: of HTTP.
         message: for the one who asked: the value, the limit, the remedy.
         errors: where there are several.
+        retry_sec: after which the same may be asked again.
     """
 
-    def __init__(self, status: int, message: str, errors: list[str] | None = None):
-        super().__init__(status, message)
+    def __init__(self, status: int, message: str, errors: list[str] | None = None, retry_sec: float | None = None):
+        super().__init__(status, message, {'Retry-After': f'{ceil(retry_sec)}'} if retry_sec is not None else None)
         self.errors = errors
 
 
 @dataclass(frozen=True)
 class Account:
-    """Bearer of a token: an owner, a pool whose machines enrol, or a machine in its present session."""
+    """Bearer of a token: an owner; a pool, or an enrolment token of it, with which a machine enrols; a machine in its present session, or in a former
+    one, which enrols again."""
 
     kind: str
     name: str
+    token_hash: bytes
     is_operator: bool = False
     session: int | None = None
 
@@ -126,7 +131,7 @@ class FleetService:
                 # The node first, as enrolment does.
                 connection.execute('update node set last_seen = greatest(last_seen, now()) where name = %s', [row['name']])
                 connection.execute('update session set last_seen = greatest(last_seen, now()) where id = %s', [row['session']])
-        return Account(**row)
+        return Account(token_hash=digest(token), **row)
 
 
 class GatedRoute(APIRoute):
@@ -207,7 +212,7 @@ def _refusal(request: Request, error: Exception) -> Response:
         case HTTPException():
             # A browser asks its user for a password on this header.
             headers = {'WWW-Authenticate': 'Basic realm="fleet", charset="UTF-8"'} if (error.status_code, request.method) == (401, 'GET') else {}
-            return _error(error.status_code, str(error.detail), headers, getattr(error, 'errors', None))
+            return _error(error.status_code, str(error.detail), {**headers, **(error.headers or {})}, getattr(error, 'errors', None))
         case psycopg.DataError() | UnicodeEncodeError():  # NUL, half of a surrogate pair, a number beyond its column
             print_message(f'refused: {request.method} {request.url.path!r}: {first_line(error, with_type=True)!r}')
             return _error(400, 'the request holds a text or a number that the database cannot store')
@@ -244,11 +249,11 @@ def digest(token: str) -> bytes:
     return hashlib.sha256(token.encode()).digest()
 
 
-def _account_of_kind(kind: str) -> Any:
+def _account_of_kind(*kinds: str) -> Any:
     async def account(request: Request) -> Account:  # async: a thread is not needed for it
         found: Account = request.state.account
-        if found.kind != kind:
-            raise RequestRejected(401, MISSING[kind])
+        if found.kind not in kinds:
+            raise RequestRejected(401, MISSING[kinds[0]])
         return found
 
     return Depends(account)
@@ -274,7 +279,7 @@ async def _body(request: Request) -> bytes:
 # Parameters of endpoints.
 Owner = Annotated[Account, _account_of_kind('owner')]
 Operator = Annotated[Account, Depends(_operator)]
-Pool = Annotated[Account, _account_of_kind('pool')]
+Newcomer = Annotated[Account, _account_of_kind('pool', 'enrolment', 'machine', 'former')]
 Machine = Annotated[Account, _account_of_kind('machine')]
 Service = Annotated[FleetService, Depends(_service)]
 Body = Annotated[bytes, Depends(_body)]

@@ -5,8 +5,10 @@ from dataclasses import asdict
 from typing import Any
 from uuid import UUID
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
+from psycopg.types.json import Jsonb
 
+from diffusion.common.text import counted
 from diffusion.fleet.jobs.protocol import (
     Done,
     EndRequest,
@@ -29,35 +31,102 @@ from diffusion.fleet.queue import leases, reading
 from diffusion.fleet.queue.database import Connection, new_token
 from diffusion.fleet.queue.leases import Lease
 from diffusion.fleet.service.bucket import Bucket
-from diffusion.fleet.service.gate import FleetService, GatedRoute, Machine, Pool, RequestRejected, Service, digest
+from diffusion.fleet.service.gate import Account, FleetService, GatedRoute, Machine, Newcomer, RequestRejected, Service, digest
 
 router = APIRouter(route_class=GatedRoute, tags=['asked by a machine'])
 
+ENROLMENTS = 0x656E72  # advisory locks, by name of the machine
+# A machine of a name, its newest session, and how long until that has been silent for a lease.
+KNOWN = """
+    select n.pool, s.id as session, coalesce(case when s.ended is null then extract(epoch from greatest(
+        greatest(s.last_seen, n.last_seen) + %(lease_sec)s * interval '1 second', j.lease_until
+    ) - now()) end, 0)::float8 as wait_sec
+    from node n left join lateral (select * from session where node = n.name order by id desc limit 1) s on true
+    left join job j on j.node = n.name and j.state = 'leased'
+    where n.name = %(name)s for update of n
+"""
+# Quarantine outlasts a restart: the machine is the same.
+ENROLLED = """
+    insert into node (name, pool, gpu, gpu_gb, num_gpus, image, version, recipes)
+    values (%(machine)s, %(pool)s, %(gpu)s, %(gpu_gb)s, %(gpus)s, %(image)s, %(version)s, %(recipes)s)
+    on conflict (name) do update set gpu = excluded.gpu, gpu_gb = excluded.gpu_gb, num_gpus = excluded.num_gpus, image = excluded.image,
+        version = excluded.version, recipes = excluded.recipes, last_seen = now(),
+        state = case when node.state = 'quarantined' then node.state else 'live' end,
+        reason = case when node.state = 'quarantined' then node.reason else '' end
+    returning array(select name from recipe r where node.recipes ->> r.name is distinct from r.sha256 order by name) as other_recipes
+"""
+
 
 @router.post('/enroll')
-def enroll(said: EnrollRequest, pool: Pool, service: Service) -> Enrolled:
-    """Enter the pool of the token and get a token for this session; a machine of the same name that was there has left."""
-    token = new_token('node')
+def enroll(said: EnrollRequest, newcomer: Newcomer, request: Request, service: Service) -> Enrolled:
+    """Enter a pool, with its token, an enrolment token of it, or the last token of a machine of this name, and get a token for this session.
+
+    With its last token a machine comes again at once. With another it is 409, with Retry-After, until the one of its name that is here has been
+    silent for as long as a lease lasts: a name alone takes no machine's place.
+    """
+    token, address = new_token('node'), request.client.host if request.client else ''
     with service.database.transaction() as connection:
-        # The node's row comes first: it makes two enrolments under one name wait for each other.
-        # Quarantine outlasts a restart: the machine is the same.
-        row = connection.execute(
-            """insert into node (name, pool, gpu, gpu_gb, num_gpus, image) values (%(machine)s, %(pool)s, %(gpu)s, %(gpu_gb)s, %(gpus)s, %(image)s)
-            on conflict (name) do update set gpu = excluded.gpu, gpu_gb = excluded.gpu_gb, num_gpus = excluded.num_gpus, image = excluded.image,
-                last_seen = now(), state = case when node.state = 'quarantined' then node.state else 'live' end,
-                reason = case when node.state = 'quarantined' then node.reason else '' end
-            returning pool""",
-            {**said.model_dump(), 'pool': pool.name},
-        ).fetchone()
-        if row is None or row['pool'] != pool.name:
+        connection.execute('select pg_advisory_xact_lock(%s, hashtext(%s))', [ENROLMENTS, said.machine])  # also of a name that has no row yet
+        known = connection.execute(KNOWN, {'name': said.machine, 'lease_sec': service.leases.lease_sec}).fetchone()
+        name = _pool_of(connection, newcomer, said.machine, known)
+        pool = connection.execute('select * from pool where name = %s for no key update', [name]).fetchone()  # its limits hold exactly
+        assert pool is not None
+        if known is not None and known['pool'] != pool['name']:
             raise RequestRejected(409, f'machine: {said.machine} belongs to another pool; name this one otherwise')
+        if known is not None and newcomer.session is None and known['wait_sec'] > 0:
+            raise RequestRejected(
+                409, f'machine: {said.machine} is here; it enrols again with its last token, or when it is silent', retry_sec=known['wait_sec']
+            )
+        _refuse_crowds(connection, pool, said.machine, address)
+        row = connection.execute(ENROLLED, {**said.model_dump(exclude={'recipes'}), 'recipes': Jsonb(said.recipes), 'pool': pool['name']}).fetchone()
+        assert row is not None
         leases.take_back(connection, 'j.node = %s', said.machine)
         connection.execute('update session set ended = now() where node = %s and ended is null', [said.machine])
         connection.execute(
-            'insert into session (node, token_hash, price_per_hour) select %s, %s, price_per_hour from pool where name = %s',
-            [said.machine, digest(token), pool.name],
+            'insert into session (node, token_hash, price_per_hour, address) values (%s, %s, %s, %s)',
+            [said.machine, digest(token), pool['price_per_hour'], address],
         )
-    return Enrolled(node=said.machine, token=token, **asdict(service.leases))
+    return Enrolled(node=said.machine, token=token, other_recipes=row['other_recipes'], **asdict(service.leases))
+
+
+def _pool_of(connection: Connection, newcomer: Account, machine: str, known: dict[str, Any] | None) -> str:
+    """Return the pool that a token lets this machine into; one that may be used once is used now.
+
+    Raises:
+        RequestRejected: it does not let it in.
+    """
+    if newcomer.kind == 'pool':
+        row = connection.execute('select one_use from pool where name = %s', [newcomer.name]).fetchone()
+        if row is not None and row['one_use']:
+            remedy = f'an operator makes them: pools {newcomer.name} --tokens N'
+            raise RequestRejected(401, f'machines of {newcomer.name} enrol with a token each; {remedy}')
+        return newcomer.name
+    if newcomer.kind == 'enrolment':
+        used = connection.execute('update enrolment set used = now() where token_hash = %s and used is null returning pool', [newcomer.token_hash])
+        if used.fetchone() is None:
+            raise RequestRejected(401, 'this enrolment token has just let in another machine')
+        return newcomer.name
+    if machine != newcomer.name or known is None or known['session'] != newcomer.session:
+        raise RequestRejected(401, f'machine: this token is not the last one of {machine}')
+    pool: str = known['pool']
+    return pool
+
+
+def _refuse_crowds(connection: Connection, pool: dict[str, Any], machine: str, address: str) -> None:
+    """Raises RequestRejected: as many machines as may be are here, in all or from this address."""
+    here = connection.execute(
+        """select count(*) filter (where s.ended is null) as num, count(distinct n.name) filter (where s.address = %s) as num_of_address
+        from session s join node n on n.name = s.node where n.pool = %s and n.name <> %s
+        and (s.ended is null or (n.state = 'quarantined' and s.address = %s and s.started > now() - interval '1 day'))""",
+        [address, pool['name'], machine, address],
+    ).fetchone()
+    assert here is not None
+    if here['num'] >= pool['max_machines']:
+        what = f'{counted(here["num"], "machine")} of the pool {pool["name"]} are here'
+        raise RequestRejected(409, f'{what}, and no more may be; an operator may allow more: pools {pool["name"]} --max-machines N', retry_sec=60)
+    if here['num_of_address'] >= pool['max_per_address'] and not pool['trusted']:
+        what = f'{counted(here["num_of_address"], "machine")} from {address} are here or in quarantine'
+        raise RequestRejected(409, f'{what}, and no more may be; an operator may allow more: pools {pool["name"]} --max-per-address N', retry_sec=60)
 
 
 @router.post('/claim', response_model=LeaseAnswer, responses={204: {'description': 'No job now; Retry-After says when to ask again.'}})
@@ -89,7 +158,7 @@ def renew(job: UUID, said: RenewRequest, machine: Machine, service: Service) -> 
     """Prolong the lease. `stop`: save, hand over, end; `release`: the same, and leave."""
     with service.database.transaction() as connection:
         lease = Lease(str(job), said.epoch, machine.name)
-        action, reason = leases.renew(connection, lease, said.step, said.steps_per_sec, service.leases)
+        action, reason = leases.renew(connection, lease, said.step, said.steps_per_sec, said.curve, service.leases)
     return RenewAnswer(action=action, reason=reason)
 
 
@@ -141,7 +210,7 @@ def end(job: UUID, said: EndRequest, machine: Machine, service: Service) -> Done
         _confirm_uploads(service.bucket, folder, said.files)
     with service.database.transaction() as connection:
         results = _stored(said.files) if ending == Ending.DONE else None
-        leases.end(connection, lease, ending, said.step, said.exit_code, said.message, results)
+        leases.end(connection, lease, ending, said.step, said.exit_code, said.message, results, said.curve)
     return Done()
 
 
@@ -210,8 +279,12 @@ def _confirm_uploads(bucket: Bucket, folder: str, files: dict[str, FileContent])
         found = bucket.look(f'{folder}/{name}')
         if found is None:
             raise RequestRejected(422, f'{name}: is not in the storage; upload it again')
-        if found.num_bytes != content.bytes or found.sha256 not in (None, content.sha256):
-            raise RequestRejected(422, f'{name}: {found.num_bytes:,} bytes are in the storage and not those {content.bytes:,} that were announced')
+        if found.num_bytes == content.bytes:
+            is_told = bucket.checks_digests and found.sha256 is not None  # else nobody has compared them
+            sha256 = found.sha256 if is_told else bucket.sha256_of(f'{folder}/{name}')
+            if sha256 == content.sha256:
+                continue
+        raise RequestRejected(422, f'{name}: {found.num_bytes:,} bytes are in the storage and not those {content.bytes:,} that were announced')
 
 
 def _stored(files: dict[str, FileContent]) -> dict[str, Any]:

@@ -6,7 +6,15 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-from diffusion.fleet.jobs.protocol import AccountAnswer, AccountSettings, MachineAction, OwnerSettings, PoolSettings
+from diffusion.fleet.jobs.protocol import (
+    AccountAnswer,
+    AccountSettings,
+    MachineAction,
+    OwnerSettings,
+    PoolSettings,
+    TokensAnswer,
+    TokensRequest,
+)
 from diffusion.fleet.jobs.spec import NAME
 from diffusion.fleet.policies.hand_out import ScalingLimits
 from diffusion.fleet.policies.rows import Ending, NodeState
@@ -20,7 +28,8 @@ MAX_LISTED = 1000
 MAX_JOBS_BILLED = 1000
 ACTIONS = {'ban': NodeState.QUARANTINED, 'drain': NodeState.DRAINING, 'readmit': NodeState.LIVE}
 NODES = """
-    n.name, n.pool, n.state, n.reason, n.gpu, n.gpu_gb, n.num_gpus, n.image, p.trusted, s.price_per_hour,
+    n.name, n.pool, n.state, n.reason, n.gpu, n.gpu_gb, n.num_gpus, n.image, n.version, p.trusted, s.price_per_hour, s.address,
+    array(select r.name from recipe r where n.recipes ->> r.name is distinct from r.sha256 order by r.name) as other_recipes,
     extract(epoch from now() - greatest(s.last_seen, n.last_seen))::float8 as silent_sec,
     j.id::text as job, j.name as job_name, j.owner, a.last_step as step, j.num_steps, a.steps_per_sec,
     (select count(*) from attempt where attempt.node = n.name)::int as attempts,
@@ -110,7 +119,9 @@ def list_pools(_: Operator, service: Service, name: str | None = None) -> dict[s
     """List pools with their prices and numbers of machines."""
     with service.database.transaction() as connection:
         rows = connection.execute(
-            f"""select p.name, p.price_per_hour, p.trusted, (select count(*) from node where pool = p.name and state <> 'gone')::int as nodes
+            f"""select p.name, p.price_per_hour, p.trusted, p.max_machines, p.max_per_address, p.one_use,
+            (select count(*) from enrolment where pool = p.name and used is null)::int as tokens,
+            (select count(*) from node where pool = p.name and state <> 'gone')::int as nodes
             from pool p where %(name)s::text is null or p.name = %(name)s order by p.name limit {MAX_LISTED}""",
             {'name': name},
         ).fetchall()
@@ -123,9 +134,24 @@ def set_pool(said: PoolSettings, operator: Operator, service: Service) -> Accoun
     return _set_account(service, operator, 'pool', said, said.columns)
 
 
+@router.post('/pools/{name}/tokens')
+def new_enrolments(name: str, said: TokensRequest, operator: Operator, service: Service) -> TokensAnswer:
+    """Make enrolment tokens of a pool that let in one machine each, once."""
+    _refuse_no_name(name)
+    tokens = [new_token('enrol') for _ in range(said.num)]
+    with service.database.transaction() as connection:
+        if connection.execute('select 1 from pool where name = %s', [name]).fetchone() is None:
+            raise RequestRejected(404, f'there is no pool {name}')
+        connection.execute('insert into enrolment (token_hash, pool) select unnest(%s::bytea[]), %s', [list(map(digest, tokens)), name])
+    _record(operator, f'make {said.num} enrolment tokens of pool {name}')
+    return TokensAnswer(tokens=tokens)
+
+
 @router.delete('/pools/{name}/token')
 def revoke_pool(name: str, operator: Operator, service: Service) -> dict[str, str]:
-    """Make an enrolment token useless; machines that are here stay until they leave."""
+    """Make all enrolment tokens useless; machines that are here stay until they leave."""
+    with service.database.transaction() as connection:
+        connection.execute('delete from enrolment where pool = %s and used is null', [name])
     return _revoke(service, operator, 'pool', name)
 
 

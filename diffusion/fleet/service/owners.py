@@ -5,24 +5,26 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import UUID
 
-from fastapi import APIRouter, Header, Query
+from anyio import from_thread
+from fastapi import APIRouter, Header, Query, Request
 from psycopg.types.json import Jsonb
+from starlette.requests import ClientDisconnect
 
 from diffusion.common.files import parse_json_object
 from diffusion.common.text import counted
-from diffusion.fleet.jobs.checking import check_job, queue_mistakes
+from diffusion.fleet.jobs.checking import check_job, judgement_key, queue_mistakes
 from diffusion.fleet.jobs.protocol import FileContent, SignedFiles, SignedGet, StateAnswer, SubmitAnswer, UploadAnswer
 from diffusion.fleet.jobs.spec import JobError, JobSpec, spec_of
 from diffusion.fleet.policies.rows import Ending, JobState
 from diffusion.fleet.queue.database import Connection
-from diffusion.fleet.queue.endings import close
+from diffusion.fleet.queue.endings import cancel_waiting, close
 from diffusion.fleet.queue.reading import why_job_waits
 from diffusion.fleet.service.gate import Account, Body, FleetService, GatedRoute, Owner, RequestRejected, Service
 from diffusion.fleet.service.machines import result_folder
@@ -50,14 +52,16 @@ _checking, _checking_lock = Counter[str](), threading.Lock()  # submissions by o
 
 
 @router.post('/jobs', openapi_extra={'requestBody': {'required': True, 'content': {'application/x-ndjson': {'schema': {'type': 'string'}}}}})
-def submit(owner: Owner, body: Body, service: Service, idempotency_key: Annotated[str, Header(min_length=1, max_length=MAX_KEY)]) -> SubmitAnswer:
+def submit(
+    request: Request, owner: Owner, body: Body, service: Service, idempotency_key: Annotated[str, Header(min_length=1, max_length=MAX_KEY)]
+) -> SubmitAnswer:
     """Queue the jobs of a body, one JSON object a line: all of them, or none and every mistake. The same key again gives the same jobs."""
     body_sha256 = hashlib.sha256(body).digest()
     with service.database.transaction() as connection:
         if (known := _submitted(connection, owner, idempotency_key, body_sha256)) is not None:
             return SubmitAnswer(jobs=known)
     with _turn(owner):
-        checked = _checked(service, owner, body)
+        checked = _checked(service, owner, body, lambda: from_thread.run(request.is_disconnected))
     with service.database.transaction() as connection:
         row = connection.execute('select max_queued, notice_key from owner where name = %s for update', [owner.name]).fetchone()
         assert row is not None
@@ -70,11 +74,13 @@ def submit(owner: Owner, body: Body, service: Service, idempotency_key: Annotate
             )
         ids = [_insert(connection, owner.name, spec, num_steps) for spec, num_steps in checked]
         needs = connection.execute(
-            "select count(*) as num from (select distinct gpu_gb, image, trusted from job where owner = %s and state = 'queued') different",
+            "select count(*) as num from (select distinct recipe, gpu_gb, image, trusted from job where owner = %s and state = 'queued') different",
             [owner.name],
         ).fetchone()
         if needs is not None and needs['num'] > MAX_NEEDS:
-            raise RequestRejected(422, f'needs: {needs["num"]} different ones among the jobs of {owner.name} that wait; at most {MAX_NEEDS} may be')
+            raise RequestRejected(
+                422, f'needs: {needs["num"]} different ones, with recipes, among the jobs of {owner.name} that wait; at most {MAX_NEEDS} may be'
+            )
         connection.execute(
             'insert into submission (owner, key, body_sha256, jobs) values (%s, %s, %s, %s::uuid[])', [owner.name, idempotency_key, body_sha256, ids]
         )
@@ -95,17 +101,19 @@ def _turn(owner: Account) -> Iterator[None]:
             _checking[owner.name] -= 1
 
 
-def _checked(service: FleetService, owner: Account, body: bytes) -> list[tuple[JobSpec, int]]:
+def _checked(service: FleetService, owner: Account, body: bytes, has_gone: Callable[[], bool]) -> list[tuple[JobSpec, int]]:
     lines = [line for line in body.splitlines() if line.strip()]
     if not 0 < len(lines) <= MAX_JOBS:
         raise RequestRejected(422, f'{len(lines)} jobs in a submission; 1 to {MAX_JOBS} may be, one JSON object a line')
     checked, errors = [], list[str]()
     for number, line in enumerate(lines, 1):
         source = f'line {number}'
+        if has_gone():
+            raise ClientDisconnect
         try:
             spec = spec_of(parse_json_object(line), source)
             _refuse_inputs_of_others(service, owner, spec, source)
-            checked.append((spec, _num_steps(service.recipes, spec_key(spec))))
+            checked.append((spec, _num_steps(service.recipes, judgement_key(spec))))
         except JobError as error:
             errors += [f'{source}: {mistake}' for mistake in error.errors]
         except ValueError as error:
@@ -148,9 +156,9 @@ def listed(owner: Owner, service: Service, state: JobState | None = None, after:
 
 @router.get('/jobs/{job:uuid}')
 def one_job(job: UUID, owner: Owner, service: Service) -> dict[str, Any]:
-    """Show a job with all its attempts, and why it waits."""
+    """Show a job with its attempts, its curve ([step, loss, learning rate, steps/s], as its machines said), and why it waits."""
     with service.database.transaction() as connection:
-        row = _job_of_owner(connection, owner, job, COLUMNS)
+        row = _job_of_owner(connection, owner, job, f"{COLUMNS}, j.curve, j.spec->>'group' as group")
         attempts = connection.execute(
             """select epoch, node, gpu, first_step, last_step, ending, exit_code, message, price_per_hour, steps_per_sec,
             extract(epoch from started)::float8 as started, extract(epoch from last_sign)::float8 as last_sign,
@@ -170,7 +178,7 @@ def cancel(job: UUID, owner: Owner, service: Service) -> StateAnswer:
         if row['state'] == JobState.LEASED:
             close(connection, row['id'], row['epoch'], Ending.CANCELLED, message=f'cancelled by {owner.name}')
         elif row['state'] == JobState.QUEUED:
-            connection.execute("update job set state = 'cancelled', ended = now(), cause = %s where id = %s", [f'by {owner.name}', row['id']])
+            cancel_waiting(connection, row['id'], f'by {owner.name}')
     return StateAnswer(state=row['state'] if row['state'] not in (JobState.LEASED, JobState.QUEUED) else JobState.CANCELLED)
 
 
@@ -209,19 +217,13 @@ def upload(said: FileContent, owner: Owner, service: Service) -> UploadAnswer:
     )
 
 
-def spec_key(spec: JobSpec) -> str:
-    """What the recipe's judgement of a job depends on, as a job: by this text it is remembered."""
-    inputs = {name: {'url': 's3://', 'sha256': '0' * 64, 'bytes': 0} for name in spec.inputs}
-    return json.dumps({'recipe': spec.recipe, 'overrides': spec.overrides, 'inputs': inputs}, sort_keys=True)
-
-
 def _insert(connection: Connection, owner: str, spec: JobSpec, num_steps: int) -> str:
     row = connection.execute(
         """insert into job (owner, name, recipe, spec, num_steps, gpu_gb, image, trusted, priority)
         values (%s, %s, %s, %s, %s, %s, %s, %s, %s) returning id::text""",
         [
-            owner, spec.name, spec.recipe, Jsonb(json.loads(spec.to_json())), num_steps, spec.needs.gpu_gb, spec.needs.image, spec.needs.trusted,
-            spec.priority,
+            owner, spec.name, spec.recipe.removeprefix('yamls/'), Jsonb(json.loads(spec.to_json())), num_steps, spec.needs.gpu_gb, spec.needs.image,
+            spec.needs.trusted, spec.priority,
         ],
     ).fetchone()  # fmt: skip
     assert row is not None

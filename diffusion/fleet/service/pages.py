@@ -13,7 +13,7 @@ import yaml
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 
-from diffusion.common.pages import render_page
+from diffusion.common.pages import SERIES, render_page
 from diffusion.common.text import counted, redacted
 from diffusion.fleet.policies.rows import Ending, JobState
 from diffusion.fleet.queue.database import Connection
@@ -38,6 +38,8 @@ HEADERS = {
 }
 JOB_DOLLARS = 'coalesce((select sum(b.dollars) from attempt b where b.job = j.id), 0)'
 MAX_ATTEMPTS = 100  # that are shown, the latest
+MAX_COMPARED = 60  # jobs of a group, the latest
+CURVES = ('loss', 'learning rate', 'steps/s')  # places 1 to 3 of a point
 WIDTH = 1000.0  # of a bar, in its own units
 # Class of the style sheet: endings. The machine vanished; it gave the job back; the job or the machine failed.
 COLOURS = {
@@ -69,6 +71,14 @@ def job_page(job: UUID, owner: Owner, service: Service) -> HTMLResponse:
     with service.database.transaction() as connection:
         values = of_job(connection, owner, str(job))
     return HTMLResponse(render_page('fleet_job.html', **values), headers=HEADERS)
+
+
+@router.get('/groups/{name}/page', response_class=HTMLResponse)
+def group_page(name: str, owner: Owner, service: Service) -> HTMLResponse:
+    """Compare the jobs of a group: what each changes, how far it is, its loss and its dollars."""
+    with service.database.transaction() as connection:
+        values = of_group(connection, owner, name)
+    return HTMLResponse(render_page('fleet_group.html', **values), headers=HEADERS)
 
 
 @dataclass(frozen=True)
@@ -274,7 +284,7 @@ def of_job(connection: Connection, owner: Account, job: str) -> dict[str, Any]:
     """
     row = connection.execute(
         """select id::text, name, number, owner, kind, recipe, state, cause, node, epoch, step, num_steps, spec, parent::text, created, ended,
-        now() as now, results is not null as has_results from job where id = %s and (%s or owner = %s)""",
+        now() as now, results is not null as has_results, curve from job where id = %s and (%s or owner = %s)""",
         [job, owner.is_operator, owner.name],
     ).fetchone()
     if row is None:
@@ -312,11 +322,81 @@ def of_job(connection: Connection, owner: Account, job: str) -> dict[str, Any]:
         'lost_steps': sum(max(0, earlier['last_step'] - later['first_step']) for earlier, later in pairwise(attempts)),
         'step': max([row['step'], *(attempt['last_step'] for attempt in attempts[-1:])]),
         'children': children,
+        'curves': [found for place, what in enumerate(CURVES, 1) if (found := drawn_curve(row['curve'], place, what, row['num_steps']))],
+        'group': row['spec'].get('group'),
         'spec': redacted(yaml.safe_dump(spec, sort_keys=False, allow_unicode=True, width=100)),
         'duration': duration,
         'title_of': title_of,
         'short_gpu': short_gpu,
     }
+
+
+def of_group(connection: Connection, owner: Account, name: str) -> dict[str, Any]:
+    """What the page of a group shows, by name.
+
+    Raises:
+        RequestRejected: there is no job in it, or they are another owner's.
+    """
+    jobs = connection.execute(
+        f"""select id::text, name, number, owner, state, num_steps, curve, spec->'overrides' as overrides, {JOB_DOLLARS} as dollars, now() as now,
+        greatest(step, coalesce((select last_step from attempt a where a.job = j.id and a.epoch = j.epoch), 0)) as step
+        from job j where spec->>'group' = %(group)s and kind = 'train' and {MINE} order by number desc limit {MAX_COMPARED}""",
+        {'group': name, 'owner': None if owner.is_operator else owner.name},
+    ).fetchall()[::-1]
+    if not jobs:
+        raise RequestRejected(404, f'there is no job of the group {name[:80]}')
+    keys = sorted({key for job in jobs for key in job['overrides']})
+    changed = [key for key in keys if len({str(job['overrides'].get(key)) for job in jobs}) > 1]
+    num_steps = max(job['num_steps'] for job in jobs)
+    losses = [value for job in jobs for _, value in smooth(job['curve'], 1)]
+    for number, job in enumerate(jobs):
+        job['changes'] = [job['overrides'].get(key) for key in changed]
+        job['loss'] = smooth(job['curve'], 1)[-1][1] if smooth(job['curve'], 1) else None
+        job['colour'] = SERIES[number % len(SERIES)]
+        job['points'] = points_of(smooth(job['curve'], 1), min(losses, default=0.0), max(losses, default=0.0), num_steps)
+    return {
+        'title': name,
+        'refresh_sec': REFRESH_SEC if any(job['state'] in (JobState.QUEUED, JobState.LEASED) for job in jobs) else None,
+        'owner': owner,
+        'now': jobs[0]['now'].astimezone(UTC),
+        'jobs': jobs,
+        'changed': changed,
+        'low': min(losses, default=None),
+        'high': max(losses, default=None),
+        'num_steps': num_steps,
+        'title_of': title_of,
+    }
+
+
+def drawn_curve(curve: list[list[float | None]], place: int, what: str, num_steps: int) -> dict[str, Any] | None:
+    """A curve of a job as a line of the page, with its least and greatest value and the last one; None: nothing is known of it."""
+    known = smooth(curve, place)
+    if not known:
+        return None
+    values = [value for _, value in known]
+    return {
+        'name': what,
+        'low': min(values),
+        'high': max(values),
+        'last': values[-1],
+        'points': points_of(known, min(values), max(values), num_steps),
+    }
+
+
+def smooth(curve: list[list[float | None]], place: int) -> list[tuple[float, float]]:
+    """(step, value) of one of the CURVES; of the loss the mean of the twentieth of all points before, as that of one batch says little."""
+    known = [(point[0], point[place]) for point in curve if point[0] is not None and point[place] is not None]
+    width = max(1, len(known) // 20) if place == 1 else 1
+    return [
+        (step, sum(value for _, value in known[max(0, at + 1 - width) : at + 1]) / min(width, at + 1))  # type: ignore[misc]  # none is None
+        for at, (step, _) in enumerate(known)
+    ]  # type: ignore[return-value]
+
+
+def points_of(known: list[tuple[float, float]], low: float, high: float, num_steps: int) -> str:
+    """The `points` of a line that is WIDTH wide for `num_steps` steps and 100 high from `low` to `high`."""
+    height = high - low or 1.0
+    return ' '.join(f'{WIDTH * step / max(1, num_steps):.1f},{98 - 96 * (value - low) / height:.1f}' for step, value in known)
 
 
 def colour_of(ending: str | None) -> str:

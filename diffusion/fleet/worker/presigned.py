@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableSequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -179,12 +179,12 @@ class PresignedBackend:
 
     # --- the main thread
 
-    def heartbeat(self, step: int, steps_per_sec: float | None) -> Order:
+    def heartbeat(self, step: int, steps_per_sec: float | None, points: MutableSequence[Any]) -> Order:
         """Renew the lease when it is time; by this machine's monotonic clock alone, whatever its time of day is."""
         now = time.monotonic()
         if not self.fenced and now >= self._renew_at:
             self._renew_at = now + self.times.renew_sec
-            order = self._renew(now, step, steps_per_sec)
+            order = self._renew(now, step, steps_per_sec, points)
             if order is not None:
                 return order
         if not self.fenced and time.monotonic() >= self.lease_until + self.times.grace_sec:
@@ -193,9 +193,10 @@ class PresignedBackend:
             raise LeaseLost(self.fenced)
         return Order.CONTINUE
 
-    def _renew(self, asked_at: float, step: int, steps_per_sec: float | None) -> Order | None:
+    def _renew(self, asked_at: float, step: int, steps_per_sec: float | None, points: MutableSequence[Any]) -> Order | None:
+        said = {'epoch': self.epoch, 'step': step, 'steps_per_sec': steps_per_sec, 'curve': list(points)}
         try:
-            answer = self.client.post(f'/jobs/{self.job}/renew', {'epoch': self.epoch, 'step': step, 'steps_per_sec': steps_per_sec})
+            answer = self.client.post(f'/jobs/{self.job}/renew', said)
         except ServiceAway as error:
             if self._away_since is None:
                 self._away_since = asked_at
@@ -213,6 +214,7 @@ class PresignedBackend:
             self.log(f'{self.job}: renewed again after {asked_at - self._away_since:.0f} s')
             self._away_since = None
         self.lease_until = asked_at + self.times.lease_sec
+        points.clear()
         action = answer.content.get('action')
         if action in (Order.RELEASE, Order.STOP):
             return Order(action)
@@ -259,7 +261,10 @@ class PresignedBackend:
 
     def end(self, outcome: AttemptEnd, given_up: Callable[[], bool]) -> None:
         results = {name: asdict(content) for name, content in outcome.results.items()}
-        body = {'exit_code': outcome.exit_code, 'ending': outcome.ending, 'step': outcome.step, 'message': outcome.message, 'files': results}
+        body = {
+            'exit_code': outcome.exit_code, 'ending': outcome.ending, 'step': outcome.step, 'message': outcome.message, 'files': results,
+            'curve': list(outcome.curve),
+        }  # fmt: skip
         self._ending = True
         self._ask('end', body, after_the_lease=True)
 

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusion.common.files import try_lock
+from diffusion import __version__
+from diffusion.common.files import try_lock, write_text
 from diffusion.common.object_storage import JITTER
-from diffusion.common.text import first_line
-from diffusion.contracts.errors import BAD_DATA, BAD_INPUT, BAD_RECIPE, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED, InputError
+from diffusion.common.text import counted, first_line
+from diffusion.contracts.errors import BAD_DATA, BAD_INPUT, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED, InputError
 from diffusion.fleet.attempts.attempt import Attempt, Programs, Workplace
 from diffusion.fleet.attempts.backend import AttemptEnd, LeaseLost, MachineError, Order
 from diffusion.fleet.attempts.workplace import StopRequest, attempt_folder, growing_pauses, open_work
-from diffusion.fleet.jobs.checking import RECIPES
+from diffusion.fleet.jobs.checking import RECIPES, recipe_digests
 from diffusion.fleet.jobs.protocol import Enrolled
 from diffusion.fleet.worker.presigned import PresignedBackend, ServiceAnswer, ServiceAway, ServiceClient, read_answer
 
@@ -69,8 +70,9 @@ def host_name() -> str:
 # The loop of a machine: enrol, then claim, attempt, end; until there is nothing to do, or somebody says leave.
 
 FAILURES_IN_A_ROW = 3
+SESSION_FILE = 'session'  # in the folder of the machine, for its user alone: the last token, with which it enrols again at once
 LEAVING_SEC = 20.0  # for the last words to a service that may be away
-BLAMELESS = (FINISHED, BAD_RECIPE, BAD_DATA, SUPERSEDED, PREEMPTED, NON_FINITE)
+BLAMELESS = (FINISHED, BAD_DATA, SUPERSEDED, PREEMPTED, NON_FINITE)  # not 64: the service has judged the recipe
 
 
 @dataclass(frozen=True)
@@ -136,11 +138,20 @@ class FleetWorker:
 
     def _enrol(self) -> bool:
         facts = self.machine
-        body = {'machine': facts.name, 'gpu': facts.gpu, 'gpu_gb': facts.gpu_gb, 'image': facts.image, 'gpus': facts.num_gpus}
-        self.client.token = self.pool_token
-        answer = self._insist('/enroll', body)
-        if answer is None:
-            return False
+        body = {
+            'machine': facts.name, 'gpu': facts.gpu, 'gpu_gb': facts.gpu_gb, 'image': facts.image, 'gpus': facts.num_gpus,
+            'version': __version__, 'recipes': recipe_digests(self.options.recipes),
+        }  # fmt: skip
+        file = self._work_folder / SESSION_FILE
+        answer = None
+        for token in [*_kept_token(file, facts.name), self.pool_token]:
+            self.client.token = token
+            answer = self._insist('/enroll', body)
+            if answer is None:
+                return False
+            if answer.status != 401:
+                break
+        assert answer is not None
         if answer.status != 200:
             self.log(f'not enrolled: {answer.error}')
             self._code = BAD_INPUT
@@ -150,23 +161,31 @@ class FleetWorker:
         except MachineError:
             raise InputError('--server: answers otherwise than the service of a fleet does; is it of another version?') from None
         self.client.token = self.transfers.token = self.times.token
+        write_text(file, f'{facts.name} {self.times.token}')
         self._enrolled = True
         self._replaced = f'another worker has enrolled as {self.times.node}, or the token was revoked'
         self.log(f'enrolled as {self.times.node}: {facts.gpu}, {facts.gpu_gb:g} GB')
+        if other := self.times.other_recipes:
+            names = ', '.join(other[:5]) + (', ...' if len(other) > 5 else '')
+            self.log(f'{counted(len(other), "recipe")} of the service missing here, or other than there: {names}; this machine gets no job of them')
         return True
 
     def _insist(self, path: str, body: dict[str, object]) -> ServiceAnswer | None:
-        """Ask until the service answers; None: a request to stop, or idle for too long."""
+        """Ask until the service answers, and not that the same may be asked again later; None: a request to stop, or idle for too long."""
         since, said = time.monotonic(), False
         for pause_sec in growing_pauses():
             self._asked_at = time.monotonic()
             try:
-                return self.client.post(path, body)
+                answer = self.client.post(path, body)
+                if answer.status != 409 or answer.retry_sec is None:
+                    return answer
+                reason, retry_sec = answer.error, answer.retry_sec
             except ServiceAway as error:
-                if not said:
-                    self.log(f'{error}; trying again')
-                    said = True
-                pause_sec = max(pause_sec, error.retry_sec or 0.0)
+                reason, retry_sec = str(error), error.retry_sec or 0.0
+            if not said:
+                self.log(f'{reason}; trying again')
+                said = True
+            pause_sec = max(pause_sec, retry_sec)
             if self.stop.wait(min(pause_sec, self.options.idle_sec)) or time.monotonic() - since >= self.options.idle_sec:
                 self._code = self._code if self.stop.asked or self._enrolled else STALLED
                 return None
@@ -261,6 +280,15 @@ class FleetWorker:
                 if time.monotonic() + pause_sec > deadline:
                     return  # the session ends by itself when nothing comes
             threading.Event().wait(pause_sec)
+
+
+def _kept_token(file: Path, machine: str) -> list[str]:
+    """Return the token that this machine had last; [] if it had another name, or none."""
+    try:
+        name, _, token = file.read_text().partition(' ')
+    except (OSError, UnicodeDecodeError):
+        return []
+    return [token] if name == machine and token.isascii() and token.isprintable() else []
 
 
 def _plain(text: str) -> str:

@@ -63,7 +63,9 @@ def tokens(url):
 @pytest.fixture
 def desk(url, s3, tokens, monkeypatch, capsys):
     service = Service(url, **{'lease-sec': 60, 'renew-sec': 20})
-    yield JobBackend(service, tokens, monkeypatch, capsys)
+    desk = JobBackend(service, tokens, monkeypatch, capsys)
+    desk.url = url
+    yield desk
     service.kill()
 
 
@@ -390,3 +392,17 @@ def test_every_command_explains_itself(command, monkeypatch, capsys):
         fleet()
     assert ended.value.code == 0
     assert f'python -m diffusion.fleet {command}' in capsys.readouterr().out
+
+
+def test_a_grid_is_a_job_for_each_combination_and_a_group(desk, tmp_path, photos):
+    code, out, said = desk.run('submit', jobs_file(tmp_path, 1), '--grid', 'optimizer.lr=1e-4,5e-5', 'adapter.rank=4,8,16')
+    assert (code, len(out.split())) == (0, 6)
+    assert f'compare them at {desk.service.address}/groups/timber-0/page' in said
+    jobs = rows(desk.url, "select name, spec->'overrides' as overrides, spec->>'group' as group from job order by number")
+    assert [job['name'] for job in jobs][:4] == [f'timber-0-lr0.0001-rank{rank}' for rank in (4, 8, 16)] + ['timber-0-lr5e-05-rank4']
+    assert jobs[-1]['overrides'] == {'seed': 0, 'optimizer.lr': 5e-5, 'adapter.rank': 16}
+    assert {job['group'] for job in jobs} == {'timber-0'}
+    assert desk.run('submit', jobs_file(tmp_path, 1), '--grid', 'optimizer.lr=1e-4,5e-5', 'adapter.rank=4,8,16')[1] == out  # each once
+    for grid, mistake in ((['optimizer.lr'], 'write a key of the overrides'), (['a=[1'], '--grid a=[1'), (['seed=' + ','.join('1' * 1001)], '1,001')):
+        code, _, said = desk.run('submit', jobs_file(tmp_path, 1), '--grid', *grid)
+        assert (code, mistake in said) == (2, True), said

@@ -21,7 +21,7 @@ from diffusion.fleet.service.bucket import Bucket
 from diffusion.fleet.service.gate import Account, FleetService
 
 LOOPBACK = (network('127.0.0.0/8'),)
-ANNA = Account('owner', 'anna')
+ANNA = Account('owner', 'anna', b'')
 
 
 class OwnersServer(ThreadingHTTPServer):
@@ -219,3 +219,13 @@ def test_http_is_refused_at_submission_unless_a_network_is_named():
     with pytest.raises(JobError, match='http://example.org/ must begin with https://'):
         owners._refuse_inputs_of_others(FleetService(None, bucket, RECIPES), ANNA, spec, 'line 1')
     owners._refuse_inputs_of_others(FleetService(None, bucket, RECIPES, notices_to=LOOPBACK), ANNA, spec, 'line 1')
+
+
+def test_a_job_that_is_cancelled_while_it_waits_is_told_too(service, made_up, connection):
+    job = made_up.job('anna', 'timber', notify={'webhook': 'https://example.com/done'})
+    assert service.ask('DELETE', f'/jobs/{job}', 'anna').json() == {'state': 'cancelled'}
+    row = connection.execute('select url, body from notice where job = %s', [job]).fetchone()
+    assert row['url'] == 'https://example.com/done'
+    assert {**json.loads(row['body'])}.items() >= {'id': job, 'state': 'cancelled', 'cause': 'by anna'}.items()
+    service.ask('DELETE', f'/jobs/{job}', 'anna')
+    assert connection.execute('select count(*) as num from notice').fetchone()['num'] == 1

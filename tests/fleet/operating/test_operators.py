@@ -102,10 +102,12 @@ def test_a_pool_is_created_and_its_price_is_that_of_machines_to_come(service, ma
     enrolled = service.client.post('/enroll', json={'machine': 'lab-1', 'gpu': 'A100', 'gpu_gb': 80}, headers={'Authorization': f'Bearer {token}'})
     assert enrolled.status_code == 200
     service.post('/pools', {'name': 'lab', 'price_per_hour': 2})
+    limits = {'max_machines': 1000, 'max_per_address': 20, 'one_use': False, 'tokens': 0}
     assert connection.execute("select price_per_hour from session where node = 'lab-1'").fetchone()['price_per_hour'] == 1.5
     assert service.get('/pools').json()['pools'] == [
-        {'name': 'cloud', 'price_per_hour': 0.324, 'trusted': False, 'nodes': 1}, {'name': 'lab', 'price_per_hour': 2, 'trusted': True, 'nodes': 1},
-    ]  # fmt: skip
+        {'name': 'cloud', 'price_per_hour': 0.324, 'trusted': False, 'nodes': 1, **limits},
+        {'name': 'lab', 'price_per_hour': 2, 'trusted': True, 'nodes': 1, **limits},
+    ]
     service.ask('DELETE', '/pools/lab/token')
     again = service.client.post('/enroll', json={'machine': 'lab-2', 'gpu': 'A100', 'gpu_gb': 80}, headers={'Authorization': f'Bearer {token}'})
     assert again.status_code == 401

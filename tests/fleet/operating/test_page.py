@@ -23,7 +23,9 @@ def page_of(service, path='/', name='root'):
     assert '@media (prefers-color-scheme: dark)' in answer.text
     for tag, attributes in page.elements:
         assert not [key for key in attributes if key.startswith('on')], (tag, attributes)
-        assert re.fullmatch(r'jobs/[0-9a-f-]{36}/page|\.\./[0-9a-f-]{36}/page|\.\./\.\./', attributes.get('href', '../../')), attributes
+        assert re.fullmatch(
+            r'jobs/[0-9a-f-]{36}/page|\.\./[0-9a-f-]{36}/page|\.\./\.\./((jobs|groups)/[\w.-]+/page)?', attributes.get('href', '../../')
+        ), attributes
     return page
 
 
