@@ -32,7 +32,8 @@ def positional(metavar: str, help: str = '', default: Any = ...) -> Any:
 
 
 def option(default: Any, help: str, metavar: str | None = None, *, group: str | None = None, several: bool = False) -> Any:
-    """Declare an option `--name-of-the-field`. A bool is a flag; an option of a list may be repeated.
+    """Declare an option `--name-of-the-field`. A bool is a flag, `bool | None` one with `--no-`; an option of a list may be
+    repeated.
 
     Args:
         default: `...` if the option must be given. Printed with the help unless that names a default itself.
@@ -66,7 +67,8 @@ class Arguments(BaseModel):
         unknown = [f'{word}: unknown option{did_you_mean(word, names.values())}' for word in rest if word.startswith('-')]
         errors = unknown or [f'{word}: unexpected argument' for word in rest]
         try:
-            request = cls.model_validate({name: value for name, value in vars(given).items() if value not in (None, False, [])})
+            unsaid = {name: (None, [], False if field.annotation is bool else None) for name, field in cls.model_fields.items()}
+            request = cls.model_validate({name: value for name, value in vars(given).items() if value not in unsaid[name]})
         except ValidationError as invalid:
             for error in _one_per_value(invalid.errors()):
                 name = str(error['loc'][0]) if error['loc'] else ''
@@ -102,6 +104,10 @@ def _extra(field: FieldInfo) -> dict[str, Any]:
     return field.json_schema_extra  # type: ignore[return-value]
 
 
+def _may_be_bool(field: FieldInfo) -> bool:
+    return field.annotation is bool or field.annotation == bool | None
+
+
 def _is_list(field: FieldInfo) -> bool:
     return 'list' in str(field.annotation)
 
@@ -124,7 +130,9 @@ def _add_fields(parser: argparse.ArgumentParser, request: type[Arguments]) -> No
             continue
         if extra['group'] not in groups:
             groups[extra['group']] = parser.add_argument_group(extra['group'])
-        how: dict[str, Any] = {'action': 'store_true'} if field.annotation is bool else {'metavar': extra['metavar'] or _choices(field)}
+        how: dict[str, Any] = {'metavar': extra['metavar'] or _choices(field)}
+        if _may_be_bool(field):
+            how = {'action': 'store_true' if field.annotation is bool else argparse.BooleanOptionalAction}
         if is_list:
             how |= {'nargs': '+'} if extra['several'] else {'action': 'append'}
         groups[extra['group']].add_argument(_shown_name(name, field), dest=name, help=_help(field), **how)

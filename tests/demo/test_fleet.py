@@ -22,7 +22,13 @@ def test_all_jobs_are_done_and_a_killed_machines_too(tmp_path):
     (tmp_path / 'tmp').mkdir()
     printed = run_python(*COMMAND, '--out', out, '--base', tmp_path / 'none', TMPDIR=str(tmp_path / 'tmp')).stdout
     assert re.search(r'3 of 3 done, 1 machine killed, the poison job failed after \d attempts, \$0\.', printed)
-    for expected in ('its data are wrong: 2 machines say so', 'is killed (kill -9) while it trains', 'not a readable JPEG', 'The bill', 'in all, as a provider bills'):
+    for expected in (
+        'its data are wrong: 2 machines say so',
+        'is killed (kill -9) while it trains',
+        'not a readable JPEG',
+        'The bill',
+        'in all, as a provider bills',
+    ):
         assert expected in printed, expected
     assert Image.open(out / 'images/0000.png').size == (32, 32)
     assert alive(out) == []

@@ -78,9 +78,10 @@ def test_an_address_that_is_none(url, tmp_path):
 
 
 def test_messages_name_commands_that_are_there():
-    from diffusion.fleet.commands import owners, pools
+    from diffusion.fleet.commands.operator import Owners, Pools
 
     text = (REPOSITORY / 'diffusion/fleet/service/gate.py').read_text()
-    for command, module in (('owners NAME', owners), ('pools NAME', pools)):
+    for command, module in (('owners NAME', Owners), ('pools NAME', Pools)):
         assert f'{command} --new-token' in text
         assert '--new-token' in module.__doc__
+    assert '--tokens N' in Pools.__doc__

@@ -1,6 +1,5 @@
 """Talks to the service for a person: tries again while it is away for a moment, and says what is wrong in words that help."""
 
-import argparse
 import os
 import time
 from pathlib import Path
@@ -149,21 +148,15 @@ def quoted(part: str) -> str:
     return quote(part, safe='')
 
 
-def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add --server and --token-file, which `connect` reads."""
-    parser.add_argument('--server', metavar='URL', help=f'the service (default: {SERVER_VARIABLE})')
-    parser.add_argument('--token-file', type=Path, metavar='FILE', help=f'that holds your token (default: the variable {TOKEN_VARIABLE})')
-
-
-def connect(args: argparse.Namespace) -> FleetClient:
+def connect(server: str | None, token_file: Path | None) -> FleetClient:
     """Raises InputError: server or token are not said. A token is never an argument: those are seen by every user of the machine."""
-    server = args.server or os.environ.get(SERVER_VARIABLE, '')
+    server = server or os.environ.get(SERVER_VARIABLE, '')
     if not server:
         raise InputError(f'which service? Set {SERVER_VARIABLE}=https://..., or say --server URL')
     try:
-        token = args.token_file.read_text().strip() if args.token_file is not None else os.environ.get(TOKEN_VARIABLE, '').strip()
+        token = token_file.read_text().strip() if token_file is not None else os.environ.get(TOKEN_VARIABLE, '').strip()
     except OSError as error:
-        raise InputError(f'{args.token_file}: {error.strerror}') from error
+        raise InputError(f'{token_file}: {error.strerror}') from error
     if not token or not token.isascii() or not token.isprintable() or ' ' in token:
         raise InputError(f'no token: set {TOKEN_VARIABLE}, or name a file that holds it in one line with --token-file')
     return FleetClient(server, token, PAUSES_SEC)

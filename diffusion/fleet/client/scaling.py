@@ -1,11 +1,13 @@
 """Asks the service how many machines are wanted, lets idle ones leave, and runs the command that changes their number."""
 
+import shlex
 import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
 from diffusion.common.text import print_message, print_page, redacted
+from diffusion.contracts.errors import IncompleteError, InputError
 from diffusion.fleet.client.http import FleetClient, ServiceRefusal, quoted
 
 COMMAND_SEC = 120
@@ -59,3 +61,29 @@ class Scaler:
         if result.returncode:
             print_message(f'{words[0]} ended with {result.returncode}: {redacted(result.stderr.strip())[-500:]}')
         return result.returncode == 0
+
+
+def repeat(look: Callable[[], bool], every_sec: float, wait: Callable[[float], None]) -> None:
+    """Look without end: a service that is away is asked again."""
+
+    while True:
+        try:
+            look()
+        except IncompleteError as error:
+            print_message(error)
+        wait(every_sec)
+
+
+def command_words(text: str) -> list[str]:
+    """The words of a command, of which one has {replicas} in it.
+
+    Raises:
+        InputError: none has, or quotes are not closed.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise InputError(f'--command: {error}') from error
+    if not any('{replicas}' in word for word in words):
+        raise InputError('--command: {replicas} is missing, in whose place the number of machines is put')
+    return words

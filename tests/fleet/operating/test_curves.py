@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from diffusion.fleet.commands.status import curve_lines
+from diffusion.fleet.client.tables import curve_lines
 from diffusion.fleet.queue.leases import MAX_POINTS, extended
 from diffusion.fleet.service import gate
 from tests.fleet.operating.test_page import page_of

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from diffusion.contracts.errors import InputError
-from diffusion.fleet.client.scaling import Scaler
-from diffusion.fleet.commands.scale import command_words
+from diffusion.fleet.client.scaling import Scaler, command_words
 
 
 def ask(service, **query):
