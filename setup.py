@@ -64,7 +64,7 @@ RAY_EXTRA = {'ray': ['ray>=2.60,<3']}
 # Feature networks of diffusion.evaluate: FID's Inception, and CLIP models that transformers does not have.
 EVAL_EXTRA = {'eval': ['torch-fidelity>=0.4,<0.5', 'open_clip_torch>=3.3,<4']}
 
-# The queue and the service of diffusion.fleet; a worker needs neither. FastAPI checks requests by their models and describes the protocol.
+# The queue and the service of fleet; a worker needs neither. FastAPI checks requests by their models and describes the protocol.
 FLEET_EXTRA = {
     'fleet': [
         'psycopg[binary]>=3.2,<4',
@@ -134,7 +134,7 @@ setup(
     description='Pre-train Stable Diffusion on your own data with Composer and Streaming',
     license='Apache-2.0',
     python_requires='>=3.11,<3.14',
-    packages=find_packages(include=['diffusion*', 'data_prep*', 'benchmarks*']),
+    packages=find_packages(include=['diffusion*', 'data_prep*', 'fleet*', 'benchmarks*']),
     package_data={
         'diffusion': [
             'families/networks/*.json',
@@ -142,8 +142,8 @@ setup(
             'families/counting/counts.json',
             'common/templates/*',
             'cost/*.yaml',
-            'fleet/queue/schema.sql',
         ],
+        'fleet': ['queue/*.sql'],
         'benchmarks': ['published.yaml', 'mlperf.md', 'sweeps/*.yaml', 'checking/*', 'ablations/*/*.yaml', 'mlperf/*.yaml'],
     },
     install_requires=CORE,

@@ -63,9 +63,9 @@ def measure(args: argparse.Namespace) -> None:
 
 def claims_of(url: str, num_queued: int) -> Iterator[dict[str, Any]]:
     """Claim CLAIMS jobs of each queue, each in a transaction of its own as a machine does; prints the query's plan for the first."""
-    from diffusion.fleet.queue import leases
-    from diffusion.fleet.queue.database import Database, connected, create
-    from diffusion.fleet.queue.leases import PICK, LeaseSettings
+    from fleet.queue import leases
+    from fleet.queue.database import Database, connected, create
+    from fleet.queue.leases import PICK, LeaseSettings
 
     create(url)
     with connected(url) as connection:
@@ -125,9 +125,9 @@ def idle_share(server: Any, num_workers: int, poll_sec: float, seconds: float) -
     """CPU of the service and of the database as shares of one core, with machines that ask and are told to wait, and without any."""
     import requests
 
-    from diffusion.fleet.jobs.checking import recipe_digests
-    from diffusion.fleet.queue.database import connected, new_token
-    from diffusion.fleet.service.gate import digest
+    from fleet.jobs.checking import recipe_digests
+    from fleet.queue.database import connected, new_token
+    from fleet.service.gate import digest
 
     token = new_token('pool')
     with connected(server.url) as connection:
@@ -160,7 +160,7 @@ def idle_share(server: Any, num_workers: int, poll_sec: float, seconds: float) -
 @contextmanager
 def service(url: str, poll_sec: float) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     environment = {**os.environ, 'FLEET_DATABASE_URL': url, 'AWS_ACCESS_KEY_ID': 'none', 'AWS_SECRET_ACCESS_KEY': 'none'}
-    words = [sys.executable, '-m', 'diffusion.fleet', 'server', '--bucket', 's3://none/none', '--port', '0', '--poll-sec', f'{poll_sec}']
+    words = [sys.executable, '-m', 'fleet', 'server', '--bucket', 's3://none/none', '--port', '0', '--poll-sec', f'{poll_sec}']
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     try:

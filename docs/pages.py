@@ -78,10 +78,10 @@ def _described(path: Path, module: str) -> list[str]:
 
 def fleet_protocol() -> str:
     """Return docs/fleet-protocol.md: what the fleet's service says of itself in /openapi.json."""
-    from diffusion.fleet.queue.database import Database
-    from diffusion.fleet.service.app import create_app
-    from diffusion.fleet.service.bucket import Bucket
-    from diffusion.fleet.service.gate import FleetService
+    from fleet.queue.database import Database
+    from fleet.service.app import create_app
+    from fleet.service.bucket import Bucket
+    from fleet.service.gate import FleetService
 
     api = create_app(FleetService(Database(''), Bucket('s3://bucket'))).openapi()
     lines = ["# Protocol of the fleet's service", '', api['info']['description'], '', 'A service tells the same to programs: `GET /openapi.json`.']

@@ -12,11 +12,11 @@ from diffusion.autoencoding.builder import build_trainer as build_autoencoder_tr
 from diffusion.contracts.errors import EncoderError, InputError
 from diffusion.cost.hardware import COMPUTE_CAPABILITY, MEMORY_GB, gpu_without_kernels, has_kernels
 from diffusion.finetuning.prepare import prepare_streams
-from diffusion.fleet.worker.worker import FleetWorker
 from diffusion.recipe import AutoencoderRecipe, RecipeError, load_recipe
 from diffusion.recipe.load import load_of_kind
 from diffusion.recipe.rules import RULES
 from diffusion.training.builder import build_trainer
+from fleet.worker.worker import FleetWorker
 from tests.conftest import REPOSITORY, run_here
 
 BUILT_FOR = ['sm_50', 'sm_80', 'sm_86', 'sm_90']  # as torch 2.7.0+cu126 has them
@@ -126,7 +126,7 @@ def test_a_worker_of_the_fleet_does_not_enrol(blackwell_apart, monkeypatch, tmp_
     monkeypatch.setattr(FleetWorker, 'run', lambda self: pytest.fail('enrols'))
     (tmp_path / 'token').write_text('token')
     worker = ['worker', '--server', 'https://host', '--token-file', tmp_path / 'token', '--work', tmp_path / 'work', '--gpu', 'b200', '--gpu-gb', 180]
-    assert 'none for compute capability 10.0' in run_here('diffusion.fleet', *worker, code=2).stderr
+    assert 'none for compute capability 10.0' in run_here('fleet', *worker, code=2).stderr
 
 
 def test_plans_and_checks_warn_of_it(monkeypatch):

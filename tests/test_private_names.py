@@ -91,7 +91,7 @@ USED = [
     ('diffusion/common/ray_cluster.py', 'ray._private.authentication', 'authentication_token_setup', 'its logger: it advises against authentication'),
     ('diffusion/common/object_storage.py', 'google.auth', '_exponential_backoff', "draws from Python's generator: given one of its own"),
 ]  # fmt: skip
-OURS = ('diffusion', 'data_prep', 'benchmarks', 'train')
+OURS = ('diffusion', 'data_prep', 'fleet', 'benchmarks', 'train')
 NAMED_TUPLE = ('_replace', '_asdict', '_fields')  # public in spite of their underscore
 DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

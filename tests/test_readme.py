@@ -189,12 +189,12 @@ def test_the_map_lists_every_room_and_command():
     tracked = subprocess.run(
         ['git', 'ls-files', '-co', '--exclude-standard', '*.py'], cwd=REPOSITORY, capture_output=True, text=True, check=True
     ).stdout.split()
-    paths = [Path(path) for path in tracked if path.startswith(('diffusion/', 'data_prep/', 'benchmarks/'))]
+    paths = [Path(path) for path in tracked if path.startswith(('diffusion/', 'data_prep/', 'fleet/', 'benchmarks/'))]
     rooms = {f'{path.parts[0]}/{path.parts[1]}/' for path in paths if len(path.parts) > 2}
     commands = {str(path) for path in paths if len(path.parts) == 2 and path.parts[0] != 'benchmarks' and path.name != '__init__.py'}
     listed = set(re.findall(r'^\| `([\w/.]+)`', MAP, re.MULTILINE))
     assert rooms | commands == {
-        path for path in listed if path.startswith(('diffusion/', 'data_prep/', 'benchmarks/')) and path.count('/') > path.endswith('/')
+        path for path in listed if path.startswith(('diffusion/', 'data_prep/', 'fleet/', 'benchmarks/')) and path.count('/') > path.endswith('/')
     }
 
 
@@ -209,7 +209,7 @@ def test_the_map_lists_the_rooms_in_the_order_of_their_imports():
 def test_paths_and_links_of_the_pages_exist():
     for page in PAGES:
         text = page.read_text()
-        for path in re.findall(r'`((?:docs|yamls|launch|diffusion|data_prep|benchmarks|tests)/[\w./-]+)`', text):
+        for path in re.findall(r'`((?:docs|yamls|launch|diffusion|data_prep|fleet|benchmarks|tests)/[\w./-]+)`', text):
             assert (REPOSITORY / path).exists(), f'{page.name}: {path}'
         for link in re.findall(r'\]\((?!https?:)([^)#]+)', text):
             assert (page.parent / link).exists(), f'{page.name}: {link}'
@@ -260,7 +260,12 @@ MAY_SLEEP = (
 
 def test_no_module_downloads_or_unpickles_behind_our_back():
     """The few words whose presence in the package would be a defect."""
-    for path in [*REPOSITORY.glob('diffusion/**/*.py'), *REPOSITORY.glob('data_prep/**/*.py'), REPOSITORY / 'train.py']:
+    for path in [
+        *REPOSITORY.glob('diffusion/**/*.py'),
+        *REPOSITORY.glob('data_prep/**/*.py'),
+        *REPOSITORY.glob('fleet/**/*.py'),
+        REPOSITORY / 'train.py',
+    ]:
         text = path.read_text().replace('trust_remote_code=False', '').replace("'trust_remote_code'", '')  # to say so, or to refuse it, is no defect
         for word in ('weights_only=False', 'trust_remote_code', '_target_', 'time.sleep', 'except:', 'MAX_IMAGE_PIXELS = None', 'pickle.load'):
             assert word not in text or (word == 'time.sleep' and path.name in MAY_SLEEP), f'{path}: {word}'

@@ -98,10 +98,10 @@ class TestSteps:
         assert {f'dist/{stem}.tar.gz', f'dist/{stem}-py3-none-any.whl', '--verify-tag'} <= {*arguments}
         assert '### Added' in (checkout / 'notes.md').read_text()
         with zipfile.ZipFile(checkout / f'dist/{stem}-py3-none-any.whl') as wheel:
-            assert {name.split('/')[0] for name in wheel.namelist()} == {'benchmarks', 'data_prep', 'diffusion', f'{stem}.dist-info'}
+            assert {name.split('/')[0] for name in wheel.namelist()} == {'benchmarks', 'data_prep', 'diffusion', 'fleet', f'{stem}.dist-info'}
         with tarfile.open(checkout / f'dist/{stem}.tar.gz') as archive:
             names = {name.partition('/')[2] for name in archive.getnames()}
-        assert {'train.py', 'yamls/shapes.yaml', 'docs/map.md', 'tests/conftest.py', 'constraints.txt', 'diffusion/fleet/queue/schema.sql'} <= names
+        assert {'train.py', 'yamls/shapes.yaml', 'docs/map.md', 'tests/conftest.py', 'constraints.txt', 'fleet/queue/schema.sql'} <= names
 
     def test_a_tag_that_is_not_the_version_is_refused(self, checkout):
         assert f'the tag is v9.9.9, __version__ in diffusion/__init__.py is {TAG[1:]}' in self.run(

@@ -23,14 +23,3 @@ def positive_float(text: str) -> float:
     if not 0 < value < float('inf'):
         raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
     return value
-
-
-def non_negative_float(text: str) -> float:
-    """Argparse type: a number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float('inf'):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of at least 0")
-    return value

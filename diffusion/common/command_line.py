@@ -67,7 +67,9 @@ class Arguments(BaseModel):
         unknown = [f'{word}: unknown option{did_you_mean(word, names.values())}' for word in rest if word.startswith('-')]
         errors = unknown or [f'{word}: unexpected argument' for word in rest]
         try:
-            unsaid = {name: (None, [], False if field.annotation is bool else None) for name, field in cls.model_fields.items()}
+            unsaid: dict[str, tuple[Any, ...]] = {
+                name: (None, [], False if field.annotation is bool else None) for name, field in cls.model_fields.items()
+            }
             request = cls.model_validate({name: value for name, value in vars(given).items() if value not in unsaid[name]})
         except ValidationError as invalid:
             for error in _one_per_value(invalid.errors()):

@@ -37,7 +37,7 @@ from diffusion.contracts.errors import FINISHED, INCOMPLETE, InputError, run_com
 from diffusion.demo.lora import named, write_photos
 from diffusion.demo.postgres import LocalPostgres
 from diffusion.demo.stages import PYTHON, REPOSITORY, stage
-from diffusion.fleet.client.http import SERVER_VARIABLE, FleetClient
+from fleet.client.http import SERVER_VARIABLE, FleetClient
 
 COLOURS = {
     'orange': (240, 140, 30), 'pink': (250, 150, 190), 'brown': (120, 70, 30), 'purple': (110, 40, 150), 'teal': (0, 120, 120),
@@ -48,7 +48,7 @@ POISON, RECIPE, MARK = 'poison', 'shapes-adapter.yaml', '.fleet-demo'
 PROMPTED = (('center', 'black'), ('right', 'blue'), ('top', 'yellow'))  # places and backgrounds together on no photo
 PRICE_PER_HOUR, SIDE_PX, LONGEST_SEC, ENDING_SEC = 0.10, 32, 1800.0, 20.0
 TIMES = ['--lease-sec', 15, '--renew-sec', 3, '--poll-sec', 1, '--grace-sec', 5]  # for jobs of a minute; real machines take the defaults
-COMMAND, LOOPBACK, BUCKET = 'python -m diffusion.fleet', '127.0.0.1', 'fleet'
+COMMAND, LOOPBACK, BUCKET = 'python -m fleet', '127.0.0.1', 'fleet'
 SECRET = re.compile(r'(shown once: )(\S+)')
 
 
@@ -180,7 +180,7 @@ def summary(client: FleetClient, jobs: Sequence[dict[str, Any]]) -> tuple[str, b
 
 
 def operate(title: str, *words: object, token: Path | None = None, codes: Sequence[int] = (FINISHED,)) -> None:
-    """Type a command of `python -m diffusion.fleet`.
+    """Type a command of `python -m fleet`.
 
     Args:
         token: gets the token that the command shows once, which is not printed.
@@ -217,7 +217,7 @@ def _typed(words: Sequence[object]) -> str:
 
 
 def _fleet(words: Sequence[object]) -> list[str]:
-    return [*PYTHON, 'diffusion.fleet', *map(str, words)]
+    return [*PYTHON, 'fleet', *map(str, words)]
 
 
 def _start(words: Sequence[object], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

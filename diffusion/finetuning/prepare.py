@@ -214,9 +214,9 @@ def _encode(photos: Iterable[Photo], source: str, recipe: Recipe, ingredients: M
                 if text is not None:
                     encoded |= encode_captions(text, [photo.captions[0][0] for photo in batch])
             except torch.cuda.OutOfMemoryError as error:
-                size = f'{len(batch)} images of {size_px[0]} x {size_px[1]} px'
+                what = f'{len(batch)} images of {size_px[0]} x {size_px[1]} px'
                 less = 'free it of other processes, or encode them apart by data_prep.encode with a small --batch-size'
-                raise DataError(f'{source}: the GPU has too little memory for {size}: {error}; {less}') from error
+                raise DataError(f'{source}: the GPU has too little memory for {what}: {error}; {less}') from error
             arrays = {column: values.cpu().numpy() for column, values in encoded.items()}
             for i, (photo, crop) in enumerate(zip(batch, crops, strict=True)):
                 if not np.isfinite(arrays['moments'][i]).all():

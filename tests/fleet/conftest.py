@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from diffusion.demo.postgres import LocalPostgres
-from diffusion.fleet.attempts.attempt import Programs
+from fleet.attempts.attempt import Programs
 from tests.conftest import REPOSITORY
 
 HERE = Path(__file__).parent

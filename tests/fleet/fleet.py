@@ -16,11 +16,11 @@ import requests
 from psycopg.sql import SQL, Identifier
 
 from diffusion.demo.postgres import LocalPostgres
-from diffusion.fleet.jobs.checking import recipe_digests
-from diffusion.fleet.jobs.spec import spec_of
-from diffusion.fleet.queue import database
-from diffusion.fleet.queue.database import Connection, connected, create
-from diffusion.fleet.service.gate import digest
+from fleet.jobs.checking import recipe_digests
+from fleet.jobs.spec import spec_of
+from fleet.queue import database
+from fleet.queue.database import Connection, connected, create
+from fleet.service.gate import digest
 from tests.conftest import REPOSITORY
 
 RECIPE = 'yamls/dreambooth-sdxl-lora.yaml'
@@ -72,7 +72,7 @@ def rows(url: str, query: str, *values: Any) -> list[dict[str, Any]]:
 
 
 class Service:
-    """A process of `python -m diffusion.fleet server`; short times unless said otherwise."""
+    """A process of `python -m fleet server`; short times unless said otherwise."""
 
     def __init__(self, url: str, bucket: str = 's3://bucket/fleet', port: int = 0, **options: Any):
         self.url, self.bucket, self.port = url, bucket, port
@@ -82,7 +82,7 @@ class Service:
     def start(self) -> None:
         words = [word for name, value in self.options.items() for word in (f'--{name}', str(value))]
         self.process = subprocess.Popen(
-            [sys.executable, '-m', 'diffusion.fleet', 'server', '--bucket', self.bucket, '--port', str(self.port), *words],
+            [sys.executable, '-m', 'fleet', 'server', '--bucket', self.bucket, '--port', str(self.port), *words],
             stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, env={**os.environ, database.URL_VARIABLE: self.url},
         )  # fmt: skip
         line = self.process.stdout.readline()

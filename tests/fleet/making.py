@@ -1,7 +1,7 @@
 """Rows for tests of the policies: what a test does not say is harmless."""
 
-from diffusion.fleet.jobs.spec import JobLimits, MachineNeeds
-from diffusion.fleet.policies.rows import AttemptRow, Ban, JobRow, JobState, NodeRow, NodeState, OwnerRow
+from fleet.jobs.spec import JobLimits, MachineNeeds
+from fleet.policies.rows import AttemptRow, Ban, JobRow, JobState, NodeRow, NodeState, OwnerRow
 
 DAY = 86400.0
 

@@ -1,8 +1,8 @@
 """The claim in Python, from the rules in policies/hand_out.py alone: what PICK in queue/leases.py is held to."""
 
-from diffusion.fleet.policies.hand_out import is_takeable, order_of_owner
-from diffusion.fleet.policies.limits import may_lease
-from diffusion.fleet.policies.rows import NodeState
+from fleet.policies.hand_out import is_takeable, order_of_owner
+from fleet.policies.limits import may_lease
+from fleet.policies.rows import NodeState
 
 
 def choose(node, jobs, bans, owners, now):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from diffusion.fleet.queue.database import connected
+from fleet.queue.database import connected
 from tests.fleet import storm_worker
 from tests.fleet.fleet import Service, add_jobs, add_owner, add_pool, new_database, rows
 from tests.fleet.test_service import Node, finish

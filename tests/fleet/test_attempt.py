@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from diffusion.checkpoints.manifest import Content, file_of, manifest_of
-from diffusion.fleet.attempts import transfers
-from diffusion.fleet.attempts.backend import HeldCheckpoint, JobInputError, MachineError, safe_name
-from diffusion.fleet.attempts.child import (
+from fleet.attempts import transfers
+from fleet.attempts.backend import HeldCheckpoint, JobInputError, MachineError, safe_name
+from fleet.attempts.child import (
     MESSAGE_CHARS,
     Child,
     StepFollower,
@@ -30,8 +30,8 @@ from diffusion.fleet.attempts.child import (
     refuse_strange_names,
     take,
 )
-from diffusion.fleet.attempts.transfers import BackendUnavailable, WrongContent, download, unpack
-from diffusion.fleet.attempts.workplace import StopRequest, attempt_folder
+from fleet.attempts.transfers import BackendUnavailable, WrongContent, download, unpack
+from fleet.attempts.workplace import StopRequest, attempt_folder
 from tests.conftest import REPOSITORY
 from tests.fleet.test_run import wait_until
 from tests.fleet.trainer import content_at, save
@@ -326,6 +326,6 @@ def test_a_download_continues_and_is_compared(tmp_path, s3):
 
 def test_no_torch():
     """A worker, and the middle part of it, start in a fraction of a second."""
-    modules = [f'diffusion.fleet.{name}' for name in ('attempts.direct', 'attempts.attempt', 'worker.worker', 'commands.run', 'commands.worker')]
+    modules = [f'fleet.{name}' for name in ('attempts.direct', 'attempts.attempt', 'worker.worker', 'commands.machine', '__main__')]
     code = f'import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nassert not {{"torch", "composer", "diffusers"}} & set(sys.modules)'
     subprocess.run([sys.executable, '-c', code], check=True, cwd=REPOSITORY)

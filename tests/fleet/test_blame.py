@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from diffusion.fleet.policies.blame import UNPROVEN, judge, proven_nodes, reopened
-from diffusion.fleet.policies.rows import Ending, ending_of
+from fleet.policies.blame import UNPROVEN, judge, proven_nodes, reopened
+from fleet.policies.rows import Ending, ending_of
 from tests.fleet.making import DAY, attempt, job
 
 NOW = 5000.0
@@ -194,7 +194,7 @@ def test_jobs_failed_by_a_machine_that_is_quarantined_later_return():
         'nan': failed('nan', (nan, 'bad'), (nan, 'good')),
         'own': failed('own', (crashed, 'bad'), (crashed, 'good'), (crashed, 'good'), (crashed, 'fine')),
         'stranger': failed('stranger', (crashed, 'good'), (crashed, 'good'), (crashed, 'fine')),
-        'data': failed('data', (crashed, 'bad'), (Ending.DATA, 'good')),
+        'data': failed('data', (crashed, 'bad'), (Ending.DATA, 'good'), (Ending.DATA, 'fine')),
         'queued': failed('queued', (crashed, 'bad'), state='queued'),
         'done': failed('done', (crashed, 'bad'), (Ending.DONE, 'good'), state='done'),
     }

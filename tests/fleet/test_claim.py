@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from diffusion.fleet.policies.rows import NodeState
-from diffusion.fleet.queue import leases, reading
-from diffusion.fleet.queue.database import connected
-from diffusion.fleet.queue.leases import LeaseSettings
+from fleet.policies.rows import NodeState
+from fleet.queue import leases, reading
+from fleet.queue.database import connected
+from fleet.queue.leases import LeaseSettings
 from tests.fleet.fleet import add_jobs, add_owner, add_pool, new_database
 from tests.fleet.reference import choose
 
@@ -22,6 +22,7 @@ def url(postgres):
 
 def fill(connection, rng):
     """Random owners, machines, jobs, leases, attempts and bans; returns the sessions of the machines."""
+    connection.execute("insert into recipe values ('a.yaml', '1'), ('b.yaml', '2')")
     for pool in ('strangers', 'own'):
         add_pool(connection, pool, trusted=pool == 'own', price=rng.choice((0.3, 30)))
     for name in OWNERS:
@@ -29,14 +30,17 @@ def fill(connection, rng):
         connection.execute("update owner set last_leased = now() - %s * interval '1 second' where name = %s", [rng.randrange(3), name])
     sessions = {}
     for name, (gpu_gb, image, pool) in NODES.items():
-        connection.execute("insert into node (name, pool, gpu, gpu_gb, image) values (%s, %s, 'fake', %s, %s)", [name, pool, gpu_gb, image])
+        recipes = rng.choice(('{"a.yaml": "1", "b.yaml": "2"}', '{"a.yaml": "1", "b.yaml": "older"}'))
+        connection.execute(
+            "insert into node (name, pool, gpu, gpu_gb, image, recipes) values (%s, %s, 'fake', %s, %s, %s)", [name, pool, gpu_gb, image, recipes]
+        )
         query = 'insert into session (node, token_hash, price_per_hour) select %s, %s, price_per_hour from pool where name = %s returning id'
         sessions[name] = connection.execute(query, [name, name.encode(), pool]).fetchone()['id']
     for _ in range(rng.randrange(14)):
         epoch = rng.choice((0, 0, 1, 2))
         add_jobs(
             connection, rng.choice(OWNERS), 1, priority=rng.choice((0, 0, 5)), epoch=epoch, gpu_gb=rng.choice((0, 8, 24)),
-            image=rng.choice((None, None, 'image-a', 'image-b')), trusted=rng.random() < 0.2,
+            image=rng.choice((None, None, 'image-a', 'image-b')), trusted=rng.random() < 0.2, recipe=rng.choice(('a.yaml', 'b.yaml')),
         )  # fmt: skip
     for row in connection.execute('select id, owner from job order by number').fetchall():
         state = rng.choice(('queued', 'queued', 'queued', 'leased', 'done', 'later'))

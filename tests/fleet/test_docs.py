@@ -40,7 +40,7 @@ def test_from_nothing_to_a_running_fleet(postgres, s3, tmp_path, monkeypatch):
     said = run(commands(0)[0], FLEET_DATABASE_URL=url)
     operator = re.search(r'fleet-owner-\S+', said)[0]
     (server,) = commands(1)
-    assert server[:4] == ['-m', 'diffusion.fleet', 'server', '--bucket']
+    assert server[:4] == ['-m', 'fleet', 'server', '--bucket']
     s3.client().create_bucket(Bucket='my-bucket')
     service = Service(url, bucket=server[4])
     try:

@@ -25,7 +25,7 @@ import requests
 import yaml
 from PIL import Image
 
-from diffusion.fleet.queue.database import connected
+from fleet.queue.database import connected
 from tests.conftest import REPOSITORY
 from tests.fleet.fleet import Service, add_owner, add_pool, new_database, rows
 
@@ -227,7 +227,7 @@ class Machines:
             words += ['--machine', name, '--gpu', 'cpu', '--gpu-gb', '0', '--recipes', self.folder / 'recipes']
             with (self.folder / f'{name}.log').open('wb') as log:
                 self.processes[name] = subprocess.Popen(
-                    [sys.executable, '-m', 'diffusion.fleet', *map(str, words)], cwd=REPOSITORY, stdout=log, stderr=log,
+                    [sys.executable, '-m', 'fleet', *map(str, words)], cwd=REPOSITORY, stdout=log, stderr=log,
                     env={**os.environ, 'OMP_NUM_THREADS': '1', 'FLEET_TOKEN': self.secrets['the token of ann']},
                 )  # fmt: skip
 
@@ -264,7 +264,7 @@ class Machines:
         for process in descendants(workers):
             with suppress(OSError):
                 shown = [(name, Path(f'/proc/{process}/{name}').read_bytes()) for name in ('cmdline', 'environ')]
-                if b'diffusion.fleet\0worker' in shown[0][1]:
+                if b'fleet\0worker' in shown[0][1]:
                     continue  # between fork and exec it still is the worker, whose environment is the machine's
                 for name, content in shown:
                     self._search(f'{name} of {shown[0][1][:200]!r}', content)

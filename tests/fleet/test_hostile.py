@@ -8,10 +8,10 @@ import time
 import pytest
 
 from diffusion.contracts.errors import InputError
-from diffusion.fleet.jobs.spec import MAX_PROMPTS, JobError, spec_of
-from diffusion.fleet.queue.database import check_bucket, connected
-from diffusion.fleet.queue.leases import CLAIMS, Lease, LeaseSettings, publish, renew
-from diffusion.fleet.service import owners
+from fleet.jobs.spec import MAX_PROMPTS, JobError, spec_of
+from fleet.queue.database import check_bucket, connected
+from fleet.queue.leases import CLAIMS, Lease, LeaseSettings, publish, renew
+from fleet.service import owners
 from tests.fleet.fleet import DIGESTS, RECIPE, Service, add_jobs, add_owner, rows
 from tests.fleet.test_service import SHA256, Node, described, service, spec, submit, tokens, url  # noqa: F401 # fixtures
 
@@ -188,7 +188,7 @@ def test_bills_do_not_shrink_when_the_clock_is_set_back(url, tokens):  # noqa: F
             select %s, 1, 'n', id, 'g', 'r', 1, now() + interval '1 hour', now() + interval '2 hours', 0, 0 from session""",
             [job],
         )
-        renew(connection, Lease(job, 1, 'n'), 1, None, LeaseSettings())
+        renew(connection, Lease(job, 1, 'n'), 1, None, [], LeaseSettings())
         publish(connection, Lease(job, 1, 'n'), 2, {})
     assert rows(url, 'select extract(epoch from last_sign - started)::float8 / 3600 as hours from attempt')[0]['hours'] == 1.0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion.fleet.policies.hand_out import stranded
+from fleet.policies.hand_out import stranded
 from tests.fleet.making import DAY, ban, job, node
 
 BOTH = [ban(node='a', since=100.0, until=DAY), ban(node='b', since=400.0, until=DAY)]

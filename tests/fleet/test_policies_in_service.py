@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion.fleet.queue.database import connected
+from fleet.queue.database import connected
 from tests.fleet.fleet import RECIPE, add_jobs, rows
 from tests.fleet.test_service import Node, described, finish, service, tokens, url  # noqa: F401 # fixtures
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from diffusion.fleet.policies.blame import Elsewhere, failures_since_success, why_quarantined
-from diffusion.fleet.policies.rows import Ending
+from fleet.policies.blame import Elsewhere, failures_since_success, why_quarantined
+from fleet.policies.rows import Ending
 from tests.fleet.making import attempt
 
 CRASHED, DONE = Ending.CRASHED, Ending.DONE
@@ -30,7 +30,7 @@ THREE = history(('a', CRASHED), ('b', CRASHED), ('c', CRASHED))
         ([('x', DONE), ('a', CRASHED), ('b', CRASHED), ('c', CRASHED)], True),
         ([('a', CRASHED), ('b', CRASHED), ('x', Ending.STOPPED), ('y', Ending.LOST), ('z', None), ('c', CRASHED)], True),
         ([(name, Ending.NON_FINITE) for name in 'abcd'], False),
-        ([(name, Ending.DATA) for name in 'abcd'], False),
+        ([(name, Ending.RECIPE) for name in 'abc'], True),
         ([(name, Ending.LOST) for name in 'abcd'], False),
     ],
 )
@@ -39,6 +39,20 @@ def test_three_jobs_without_a_success_between(pairs, is_out):
     assert bool(why_quarantined('bad', rows, [])) == is_out
     assert bool(why_quarantined('bad', rows[::-1], [])) == is_out  # in any order
     assert bool(failures_since_success(rows)) == is_out
+
+
+def test_data_are_the_jobs_until_others_have_done_better():
+    """An owner hands in photos that nobody can read; and a machine that cannot read calls all photos wrong."""
+    rows = history(*((name, Ending.DATA) for name in 'abc'))
+    assert why_quarantined('bad', rows, []) is None
+    assert why_quarantined('bad', rows, [attempt(1, 'good', DONE, name) for name in 'abc'])
+    assert why_quarantined('bad', rows, [attempt(1, 'good', DONE, 'd')])  # another job of the same owner is a witness for it
+    assert why_quarantined('bad', rows, [attempt(1, 'good', Ending.DATA, name) for name in 'abc']) is None
+
+
+def test_the_reason_quotes_a_line_that_says_something():
+    rows = [attempt(1, 'bad', CRASHED, name, message='CUDA error: ECC\n    raise error\n    ^^^^^^^^^^^') for name in 'abc']
+    assert why_quarantined('bad', rows, []).splitlines()[1].endswith(': raise error')
 
 
 def lost_twice(*names, node='bad'):

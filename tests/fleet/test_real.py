@@ -65,7 +65,7 @@ def run(tmp_path, recipes):
         words = [
             sys.executable,
             '-m',
-            'diffusion.fleet',
+            'fleet',
             'run',
             path,
             '--work',
@@ -104,6 +104,12 @@ def results(folder):
     return {name: (folder / found['folder'] / name).read_bytes() for name in found['files']}
 
 
+def losses(log):
+    """By batch; after a resume the later line counts."""
+    records = map(json.loads, log.decode().splitlines())
+    return dict(sorted({record['batch']: record['loss/train/total'] for record in records if 'loss/train/total' in record}.items()))
+
+
 @pytest.mark.timeout(600)
 def test_killed_and_resumed_on_another_machine_the_result_is_the_same_to_the_bit(job, run, tmp_path, base):
     path = job()
@@ -119,8 +125,11 @@ def test_killed_and_resumed_on_another_machine_the_result_is_the_same_to_the_bit
     assert 'batch 4,' in said or 'batch 4' in said
     assert 'batch 1 (' not in said
     once, twice = results(tmp_path / 'whole/timber'), results(tmp_path / 'out/timber')
-    assert sorted(once) == ['README.md', 'export.json', 'lora/kohya.safetensors', 'lora/pytorch_lora_weights.safetensors', 'recipe.yaml']
-    assert {name for name in once if once[name] != twice[name]} <= {'README.md'}  # says how many hours it took
+    adapter = ['lora/kohya.safetensors', 'lora/pytorch_lora_weights.safetensors']
+    assert sorted(once) == ['README.md', 'export.json', 'log.jsonl', *adapter, 'recipe.yaml']
+    assert {name for name in once if once[name] != twice[name]} <= {'README.md', 'log.jsonl'}  # they say how many hours it took
+    assert losses(once['log.jsonl']) == losses(twice['log.jsonl'])  # of both machines
+    assert list(losses(twice['log.jsonl'])) == [1, 2, 3, 4, 5, 6]
     assert yaml.safe_load(once['recipe.yaml'])['data']['streams']['subject']['photos']['caption'] == CAPTION
     everything = b''.join(twice.values()) + said.encode()
     assert b'machines-own-secret' not in everything

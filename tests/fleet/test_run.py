@@ -15,9 +15,9 @@ import pytest
 from diffusion.common import object_storage
 from diffusion.common.storage import open_folder
 from diffusion.contracts.errors import DataError, InputError
-from diffusion.fleet.attempts.direct import LatestRecord, RunOptions, run_job, take_job
-from diffusion.fleet.attempts.workplace import StopRequest
-from diffusion.fleet.jobs.spec import JobError, load_spec
+from fleet.attempts.direct import LatestRecord, RunOptions, run_job, take_job
+from fleet.attempts.workplace import StopRequest
+from fleet.jobs.spec import JobError, load_spec
 from tests.conftest import REPOSITORY, read_json
 from tests.fleet.conftest import described, stand_ins
 from tests.fleet.trainer import content_at
@@ -58,7 +58,7 @@ def published(tmp_path, name='timber'):
 def test_a_job_is_done_once(options, tmp_path, capfd):
     assert run_job(options(), stand_ins(), StopRequest()) == 0
     result = read_json(tmp_path / 'out/timber/result.json')
-    assert sorted(result['files']) == ['export.json', 'lora/weights.safetensors']
+    assert sorted(result['files']) == ['export.json', 'log.jsonl', 'lora/weights.safetensors']
     assert (tmp_path / 'out/timber' / result['folder'] / 'lora/weights.safetensors').read_bytes() == content_at(6)
     assert (result['epoch'], result['step']) == (1, 6)
     assert list((tmp_path / 'work/attempts').iterdir()) == []
@@ -81,6 +81,9 @@ def test_a_killed_training_is_128_and_the_next_attempt_resumes(options, tmp_path
     assert run_job(options(work=tmp_path / 'other'), stand_ins(), StopRequest()) == 0
     assert 'starting at 4' in capfd.readouterr().err
     assert (latest(tmp_path)['epoch'], latest(tmp_path)['step']) == (2, 6)
+    result = tmp_path / 'out/timber' / read_json(tmp_path / 'out/timber/result.json')['folder']
+    steps = [json.loads(line)['batch'] for line in (result / 'log.jsonl').read_text().splitlines()]
+    assert sorted(set(steps)) == [1, 2, 3, 4, 5, 6]  # those of the first machine too
 
 
 def test_inputs_arrive_and_secrets_do_not(options, tmp_path, monkeypatch):
@@ -267,7 +270,7 @@ def test_a_full_disk_is_the_machines_fault(options, tmp_path, capfd, monkeypatch
     programs = replace(stand_ins(), train=(sys.executable, '-c', code))
     assert run_job(options(), programs, StopRequest()) == 76
     assert 'ended with exit code 76 at step 0: the disk of this machine is full' in capfd.readouterr().err
-    monkeypatch.setattr('diffusion.fleet.attempts.attempt.LEAST_FREE_BYTES', 1 << 60)
+    monkeypatch.setattr('fleet.attempts.attempt.LEAST_FREE_BYTES', 1 << 60)
     assert run_job(options(), stand_ins(code=70, at=3), StopRequest()) == 76
     assert 'at step 3: the disk of this machine is full' in capfd.readouterr().err
     assert run_job(options(), stand_ins(code=64, at=3), StopRequest()) == 64
@@ -297,7 +300,7 @@ def test_a_bad_job_costs_nothing(options, job, tmp_path):
 
 @pytest.mark.parametrize(('keys', 'code'), [({'recipe': 'none.yaml'}, 64), ({'priority': 'high'}, 64)])
 def test_the_command_ends_with_64(job, recipes, tmp_path, keys, code):
-    command = [sys.executable, '-m', 'diffusion.fleet', 'run', str(job(**keys)), '--work', str(tmp_path / 'work'), '--outputs', str(tmp_path / 'out')]
+    command = [sys.executable, '-m', 'fleet', 'run', str(job(**keys)), '--work', str(tmp_path / 'work'), '--outputs', str(tmp_path / 'out')]
     ended = subprocess.run([*command, '--recipes', str(recipes)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert ended.returncode == code, ended.stderr
     assert 'Traceback' not in ended.stderr
@@ -337,8 +340,8 @@ def test_nothing_outlives_a_killed_worker(job, recipes, tmp_path):
     code = (
         'import sys\n'
         'from pathlib import Path\n'
-        'from diffusion.fleet.attempts.direct import RunOptions, run_job\n'
-        'from diffusion.fleet.attempts.workplace import StopRequest\n'
+        'from fleet.attempts.direct import RunOptions, run_job\n'
+        'from fleet.attempts.workplace import StopRequest\n'
         'from tests.fleet.conftest import stand_ins\n'
         'job, work, out, recipes = map(Path, sys.argv[1:])\n'
         'run_job(RunOptions(job, work, str(out), recipes=recipes), stand_ins(steps=10000, every=10000, grandchild=True, deaf=True), StopRequest())\n'

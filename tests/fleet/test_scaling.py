@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion.fleet.policies.hand_out import ScalingLimits, nodes_to_drain, num_takeable, wanted_nodes
+from fleet.policies.hand_out import ScalingLimits, nodes_to_drain, num_takeable, wanted_nodes
 from tests.fleet.making import job, node, owner
 
 LIMITS = ScalingLimits(max_nodes=40, wanted_hours=10.0)

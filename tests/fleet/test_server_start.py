@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from diffusion.fleet.jobs.checking import RECIPES
+from fleet.jobs.checking import RECIPES
 from tests.conftest import REPOSITORY
 from tests.fleet.fleet import new_database
 
@@ -15,14 +15,14 @@ SERVER = ('server', '--port', '0', '--bucket')
 
 def fleet(*words, cwd, **environment):
     return subprocess.run(
-        [sys.executable, '-m', 'diffusion.fleet', *map(str, words)], cwd=cwd, capture_output=True, text=True, check=False, timeout=60,
+        [sys.executable, '-m', 'fleet', *map(str, words)], cwd=cwd, capture_output=True, text=True, check=False, timeout=60,
         env={**os.environ, 'PYTHONPATH': str(REPOSITORY), **environment},
     )  # fmt: skip
 
 
 def first_lines(*words, cwd, url):
     process = subprocess.Popen(
-        [sys.executable, '-m', 'diffusion.fleet', *words], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, '-m', 'fleet', *words], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, 'PYTHONPATH': str(REPOSITORY), 'FLEET_DATABASE_URL': url},
     )  # fmt: skip
     lines = [process.stdout.readline(), process.stdout.readline()]
@@ -78,10 +78,10 @@ def test_an_address_that_is_none(url, tmp_path):
 
 
 def test_messages_name_commands_that_are_there():
-    from diffusion.fleet.commands.operator import Owners, Pools
+    from fleet.commands.operator import OwnersCommand, PoolsCommand
 
-    text = (REPOSITORY / 'diffusion/fleet/service/gate.py').read_text()
-    for command, module in (('owners NAME', Owners), ('pools NAME', Pools)):
+    text = (REPOSITORY / 'fleet/service/gate.py').read_text()
+    for command, module in (('owners NAME', OwnersCommand), ('pools NAME', PoolsCommand)):
         assert f'{command} --new-token' in text
         assert '--new-token' in module.__doc__
-    assert '--tokens N' in Pools.__doc__
+    assert '--tokens N' in PoolsCommand.__doc__

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import requests
 
-from diffusion.fleet.queue.database import connected
+from fleet.queue.database import connected
 from tests.common.s3_server import BUCKET
 from tests.fleet.fleet import DIGESTS, RECIPE, Service, add_jobs, add_owner, add_pool, new_database, rows
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from diffusion.fleet.policies.limits import reference_speed, why_slow
-from diffusion.fleet.policies.rows import Ending
+from fleet.policies.limits import reference_speed, why_slow
+from fleet.policies.rows import Ending
 from tests.fleet.making import attempt, job
 
 

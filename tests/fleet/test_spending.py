@@ -2,8 +2,8 @@
 
 import pytest
 
-from diffusion.fleet.policies.limits import hours_left, may_lease, must_stop, spent
-from diffusion.fleet.policies.rows import Ending
+from fleet.policies.limits import hours_left, may_lease, must_stop, spent
+from fleet.policies.rows import Ending
 from tests.fleet.making import attempt, job, owner
 
 HOUR = 3600.0

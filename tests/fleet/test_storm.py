@@ -22,7 +22,7 @@ ACCIDENTS_A_JOB = 0.22
 def test_storm(num_jobs, postgres, s3, monkeypatch):
     logging.getLogger('werkzeug').setLevel(logging.ERROR)
     monkeypatch.setenv('S3_ENDPOINT_URL', f'http://127.0.0.1:{s3.proxy.target_port}')  # past the proxy: half the work
-    from diffusion.fleet.queue.database import connected
+    from fleet.queue.database import connected
 
     url = new_database(postgres)
     with connected(url) as connection:
@@ -66,7 +66,8 @@ def test_storm(num_jobs, postgres, s3, monkeypatch):
     assert max(hand_overs) <= LEASE_SEC + POLL_SEC + MARGIN_SEC
     # Each machine that answered 64 to everything is out, after a few jobs of which none has failed.
     refusing = rows(
-        url, "select state, (select count(*) from attempt where node = name and ending = 'recipe') as num from node where name like 'refusing-%'"
+        url,
+        "select state, (select count(*) from attempt where node = name and ending = 'recipe') as num from node where starts_with(name, 'refusing-')",
     )
     assert [row['state'] for row in refusing] == ['quarantined'] * num_refusing
     print('jobs refused by each machine that refuses all:', sorted(row['num'] for row in refusing))

@@ -8,7 +8,7 @@ import pytest
 from psycopg.sql import SQL, Identifier
 
 from diffusion.contracts.errors import InputError
-from diffusion.fleet.queue.database import VERSION, connected, create, upgrade
+from fleet.queue.database import VERSION, connected, create, upgrade
 
 OLD = Path(__file__).with_name('schema_1.sql')  # as of 6e5ded8
 SHAPE = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion.fleet.policies.hand_out import why_waiting
+from fleet.policies.hand_out import why_waiting
 from tests.fleet.making import ban, job, node, owner
 from tests.fleet.reference import choose
 

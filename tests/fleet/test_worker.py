@@ -13,10 +13,10 @@ import pytest
 
 from diffusion import __version__
 from diffusion.contracts.errors import InputError
-from diffusion.fleet.attempts.workplace import StopRequest
-from diffusion.fleet.jobs.checking import recipe_digests
-from diffusion.fleet.worker.presigned import ServiceClient
-from diffusion.fleet.worker.worker import FleetWorker, MachineFacts, WorkerOptions, gpu_of_driver, kind_of
+from fleet.attempts.workplace import StopRequest
+from fleet.jobs.checking import recipe_digests
+from fleet.worker.presigned import ServiceClient
+from fleet.worker.worker import FleetWorker, MachineFacts, WorkerOptions, gpu_of_driver, kind_of
 from tests.conftest import REPOSITORY
 from tests.fleet.conftest import stand_ins
 from tests.fleet.fake_service import NODE_TOKEN, SIGNATURE, TOKEN, FakeService
@@ -267,10 +267,12 @@ def test_three_failures_in_a_row_and_it_goes(service, start):
     assert service.asked('/leave')
 
 
-def test_failures_of_jobs_are_not_its_own(service, start):
+@pytest.mark.parametrize(('code', 'left', 'num_ended'), [(65, 0, 4), (77, 0, 4), (64, 76, 3)])
+def test_failures_of_jobs_are_not_its_own(service, start, code, left, num_ended):
+    """But the service has judged the recipes: three jobs in a row whose recipe is wrong here, and here is wrong."""
     service.jobs += [lease(service, f'j{i}') for i in range(4)]
-    assert start(code=64, at=1).wait() == 0
-    assert len(service.ended) == 4
+    assert start(code=code, at=1).wait() == left
+    assert len(service.ended) == num_ended
 
 
 def test_expired_addresses_are_asked_for_again(service, start):
@@ -282,7 +284,7 @@ def test_expired_addresses_are_asked_for_again(service, start):
 
 
 def test_an_input_that_never_arrives_is_the_machines_fault(service, start, monkeypatch):
-    monkeypatch.setattr('diffusion.fleet.attempts.workplace.FIRST_PAUSE_SEC', 0.01)
+    monkeypatch.setattr('fleet.attempts.workplace.FIRST_PAUSE_SEC', 0.01)
     service.photos['sha256'] = '0' * 64
     service.jobs.append(lease(service))
     worker = start()
@@ -377,10 +379,10 @@ def test_sigterm_saves_hands_over_and_leaves(service, tmp_path, recipes):
     code = (
         'import sys\n'
         'from pathlib import Path\n'
-        'from diffusion.fleet.attempts.attempt import Programs, write_log\n'
-        'from diffusion.fleet.attempts.workplace import StopRequest\n'
-        'from diffusion.fleet.worker.worker import MachineFacts\n'
-        'from diffusion.fleet.worker.worker import FleetWorker, WorkerOptions\n'
+        'from fleet.attempts.attempt import Programs, write_log\n'
+        'from fleet.attempts.workplace import StopRequest\n'
+        'from fleet.worker.worker import MachineFacts\n'
+        'from fleet.worker.worker import FleetWorker, WorkerOptions\n'
         'url, token, work, recipes, trainer = sys.argv[1:]\n'
         'stop = StopRequest()\n'
         'options = WorkerOptions(Path(work), 60.0, recipes=Path(recipes))\n'
@@ -423,7 +425,7 @@ def test_the_command_says_what_is_wrong_with_the_token(tmp_path):
     words = [
         sys.executable,
         '-m',
-        'diffusion.fleet',
+        'fleet',
         'worker',
         '--server',
         'https://host',

@@ -1,4 +1,4 @@
-"""Lists of jobs as the files of launch/ take them, and a `python` that runs `diffusion.fleet run` with stand-ins for training."""
+"""Lists of jobs as the files of launch/ take them, and a `python` that runs `fleet run` with stand-ins for training."""
 
 import json
 import os
@@ -25,7 +25,7 @@ class JobList:
     """Jobs in `folder/jobs`, results in `folder/results`.
 
     Attributes:
-        environment: in which `python` and `python -m diffusion.fleet run` find the stand-ins.
+        environment: in which `python` and `python -m fleet run` find the stand-ins.
     """
 
     folder: Path

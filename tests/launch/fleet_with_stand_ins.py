@@ -1,4 +1,4 @@
-"""What files of launch/ start as `python -m diffusion.fleet run ...`, with programs that stand in for training: python THIS -m diffusion.fleet ARGUMENTS
+"""What files of launch/ start as `python -m fleet run ...`, with programs that stand in for training: python THIS -m fleet ARGUMENTS
 
 FLEET_STAND_INS is a folder with JOB.json for each job, a list of options of tests/fleet/trainer.py: those of its first start, its second, and so on, the last
 one for all further ones. Each start appends its process id to JOB.starts.
@@ -9,8 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from diffusion.fleet.__main__ import main
-from diffusion.fleet.attempts.attempt import Programs
+from fleet.__main__ import main
+from fleet.attempts.attempt import Programs
 
 PROGRAMS = Path(__file__).parents[1] / 'fleet'  # by their paths: importing the tests' own helpers takes seconds
 
@@ -25,7 +25,7 @@ def options_of_this_start(folder: Path, job: str) -> dict[str, object]:
 
 if __name__ == '__main__':
     script, option, module, *arguments = sys.argv
-    assert (option, module, arguments[0]) == ('-m', 'diffusion.fleet', 'run')
+    assert (option, module, arguments[0]) == ('-m', 'fleet', 'run')
     options = options_of_this_start(Path(os.environ['FLEET_STAND_INS']), Path(arguments[1]).stem)
     programs = Programs(
         train=(sys.executable, str(PROGRAMS / 'trainer.py'), json.dumps(options)), export=(sys.executable, str(PROGRAMS / 'exporter.py'))

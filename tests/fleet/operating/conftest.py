@@ -8,10 +8,10 @@ from starlette.testclient import TestClient
 
 from data_prep.crawling.addresses import network
 from diffusion.demo.postgres import LocalPostgres
-from diffusion.fleet.queue.database import Database, connected
-from diffusion.fleet.service.app import create_app
-from diffusion.fleet.service.bucket import Bucket
-from diffusion.fleet.service.gate import FleetService
+from fleet.queue.database import Database, connected
+from fleet.service.app import create_app
+from fleet.service.bucket import Bucket
+from fleet.service.gate import FleetService
 from tests.fleet.fleet import new_database
 from tests.fleet.operating.made_up import MadeUp, token_of
 

@@ -4,9 +4,10 @@ import json
 import random
 from typing import Any
 
-from diffusion.fleet.service.gate import digest
+from fleet.service.gate import digest
+from tests.fleet.fleet import DIGESTS
 
-RECIPE = 'yamls/dreambooth-sdxl-lora.yaml'
+RECIPE = 'dreambooth-sdxl-lora.yaml'
 STEPS = 1400
 GPU = 'NVIDIA GeForce RTX 4090'
 SPEC = {
@@ -58,9 +59,9 @@ class MadeUp:
     def node(self, name: str, since: float = 600, last: float = 0, pool: str = 'cloud', state: str = 'live', reason: str = '', gpu: str = GPU) -> int:
         """A machine with one stay; returns the session."""
         self.connection.execute(
-            """insert into node (name, pool, gpu, gpu_gb, state, reason, last_seen) values (%s, %s, %s, 24, %s, %s, now() - %s * interval '1 minute')
-            on conflict (name) do nothing""",
-            [name, pool, gpu, state, reason, last],
+            """insert into node (name, pool, gpu, gpu_gb, state, reason, last_seen, recipes)
+            values (%s, %s, %s, 24, %s, %s, now() - %s * interval '1 minute', %s) on conflict (name) do nothing""",
+            [name, pool, gpu, state, reason, last, json.dumps(DIGESTS)],
         )
         self.sessions[name] = self.one(
             """insert into session (node, token_hash, price_per_hour, started, last_seen, ended)

@@ -4,8 +4,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from diffusion.fleet.client.tables import bill_lines
-from diffusion.fleet.queue.bills import Period, bill
+from fleet.client.tables import bill_lines
+from fleet.queue.bills import Period, bill
 
 SEC = 1 / 3600 * 0.324  # dollars
 

@@ -15,13 +15,13 @@ import requests
 import yaml
 from PIL import Image
 
-from diffusion.fleet.__main__ import COMMANDS
-from diffusion.fleet.__main__ import main as fleet
-from diffusion.fleet.client import http
-from diffusion.fleet.client.following import progress
-from diffusion.fleet.client.submission import pack, parts_of
-from diffusion.fleet.jobs.spec import JobSpec
-from diffusion.fleet.queue.database import connected
+from fleet.__main__ import COMMANDS
+from fleet.__main__ import main as fleet
+from fleet.client import http
+from fleet.client.following import progress
+from fleet.client.submission import pack, parts_of
+from fleet.jobs.spec import JobSpec
+from fleet.queue.database import connected
 from tests.common.s3_server import BUCKET
 from tests.fleet.fleet import RECIPE, Service, add_owner, new_database, rows
 from tests.fleet.test_service import Node, described
@@ -262,7 +262,7 @@ def test_packed_photos_go_when_it_is_ended(desk, tmp_path, photos, s3, monkeypat
     scratch.mkdir()
     s3.proxy.fails = lambda method, path: method == 'PUT'  # it waits between its tries
     environment = {**os.environ, 'FLEET_TOKEN': desk.tokens['ann'], 'TMPDIR': str(scratch)}
-    process = subprocess.Popen([sys.executable, '-m', 'diffusion.fleet', 'submit', jobs_file(tmp_path, 1)], env=environment)
+    process = subprocess.Popen([sys.executable, '-m', 'fleet', 'submit', jobs_file(tmp_path, 1)], env=environment)
     deadline = time.monotonic() + 30
     while not list(scratch.glob('*/*.tar')):
         assert time.monotonic() < deadline
@@ -347,7 +347,7 @@ def test_errors_are_for_people(desk, tokens, monkeypatch, tmp_path):
     assert 'is an address such as' in desk.run('status', '--server', 'fleet.example.org')[2]
     code, _, said = desk.run('status', '--server', 'http://user:geheim@127.0.0.1:1')
     assert (code, 'geheim' in said) == (2, False)
-    monkeypatch.setattr('diffusion.fleet.client.http.PAUSES_SEC', (0.01,))
+    monkeypatch.setattr('fleet.client.http.PAUSES_SEC', (0.01,))
     begin = time.monotonic()
     code, _, said = desk.run('status', '--server', 'http://127.0.0.1:1')
     assert (code, 'does not answer' in said) == (3, True)
@@ -391,7 +391,7 @@ def test_every_command_explains_itself(command, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         fleet()
     assert ended.value.code == 0
-    assert f'python -m diffusion.fleet {command}' in capsys.readouterr().out
+    assert f'python -m fleet {command}' in capsys.readouterr().out
 
 
 def test_a_grid_is_a_job_for_each_combination_and_a_group(desk, tmp_path, photos):

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from diffusion.fleet.client.tables import curve_lines
-from diffusion.fleet.queue.leases import MAX_POINTS, extended
-from diffusion.fleet.service import gate
+from fleet.client.tables import curve_lines
+from fleet.queue.leases import MAX_POINTS, extended
+from fleet.service import gate
 from tests.fleet.operating.test_page import page_of
 
 

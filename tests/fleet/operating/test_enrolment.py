@@ -2,8 +2,8 @@
 
 import pytest
 
-from diffusion.fleet.queue.leases import LeaseSettings
-from diffusion.fleet.service import gate
+from fleet.queue.leases import LeaseSettings
+from fleet.service import gate
 from tests.fleet.fleet import DIGESTS
 from tests.fleet.operating.made_up import RECIPE, token_of
 
@@ -93,7 +93,7 @@ def test_a_hundred_invented_names_are_twenty_machines(service, enrol, connection
     assert [enrol(f'n{i}').status_code for i in range(2)] == [200, 409]  # a banned machine's next name counts
     service.post('/pools', {'name': 'cloud', 'trusted': True})
     assert enrol('n2').status_code == 200
-    service.post('/pools', {'name': 'cloud', 'max_machines': 20})
+    service.post('/pools', {'name': 'cloud', 'max_machines': 19})
     full = enrol('n3')
     assert (full.status_code, 'pools cloud --max-machines N' in full.json()['error']) == (409, True)
 
@@ -116,7 +116,7 @@ def test_a_machine_of_another_installation_gets_no_job_of_its_recipes(service, e
 
 
 def test_a_claimed_speed_is_no_more_than_the_steps_by_the_services_clock(service, enrol, made_up, connection, monkeypatch):
-    monkeypatch.setattr('diffusion.fleet.service.machines._confirm_uploads', lambda *_: None)
+    monkeypatch.setattr('fleet.service.machines._confirm_uploads', lambda *_: None)
     made_up.job('anna')
     token = enrol('m').json()['token']
     headers = {'Authorization': f'Bearer {token}'}

@@ -2,7 +2,7 @@
 
 import re
 
-from diffusion.fleet.client import following
+from fleet.client import following
 
 
 class Client:

@@ -5,7 +5,7 @@ import base64
 
 import pytest
 
-from diffusion.fleet.service import gate
+from fleet.service import gate
 from tests.fleet.operating.made_up import token_of
 
 TOKEN = token_of('root')
@@ -108,7 +108,8 @@ def test_a_message_says_nothing_that_a_terminal_would_obey(service, made_up, con
     answer = service.client.post(f'/jobs/{job}/end', json=said, headers={'Authorization': 'Bearer node'})
     assert answer.status_code == 200, answer.text
     row = service.get(f'/jobs/{job}').json()
-    assert row['attempts'][0]['message'] == row['cause'] == 'bad recipe\\u202e\nline 2'
+    assert row['attempts'][0]['message'] == 'bad recipe\\u202e\nline 2'
+    assert row['cause'] == f'attempt 1 on m: recipe, exit code 64, after step 150: {row["attempts"][0]["message"]}'
 
 
 def test_the_protocol_is_described(service):

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diffusion.fleet.queue.bills import bill
+from fleet.queue.bills import bill
 
 
 def samples(service):

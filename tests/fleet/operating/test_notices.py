@@ -10,15 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from data_prep.crawling.addresses import network
-from diffusion.fleet.jobs.checking import RECIPES
-from diffusion.fleet.jobs.spec import JobError, spec_of
-from diffusion.fleet.policies.rows import Ending
-from diffusion.fleet.queue.database import Database
-from diffusion.fleet.queue.endings import close
-from diffusion.fleet.service import background, owners
-from diffusion.fleet.service.background import MAX_TRIES, WebhookSender
-from diffusion.fleet.service.bucket import Bucket
-from diffusion.fleet.service.gate import Account, FleetService
+from fleet.jobs.checking import RECIPES
+from fleet.jobs.spec import JobError, spec_of
+from fleet.policies.rows import Ending
+from fleet.queue.database import Database
+from fleet.queue.endings import close
+from fleet.service import background, owners
+from fleet.service.background import MAX_TRIES, WebhookSender
+from fleet.service.bucket import Bucket
+from fleet.service.gate import Account, FleetService
 
 LOOPBACK = (network('127.0.0.0/8'),)
 ANNA = Account('owner', 'anna', b'')
@@ -96,7 +96,7 @@ def test_the_end_of_a_job_is_told_with_a_signature(connection, made_up, receiver
     made_up.node('m')
     job = made_up.job('anna', 'timber', 'leased', node='m', epoch=1, notify={'webhook': receiver.url})
     made_up.attempt(job, 1, 'm', 60, 0, (0, 1400), pace=0.5)
-    close(connection, job, 1, Ending.RECIPE, 64, 'train.duration: ...')
+    close(connection, job, 1, Ending.LIMIT, 75, 'train.duration: ...')
     assert sender.deliver() == 1
     ((headers, body),) = receiver.told
     said = json.loads(body)

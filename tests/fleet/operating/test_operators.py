@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from diffusion.fleet.service.gate import digest
+from fleet.service.gate import digest
 from tests.fleet.operating.made_up import token_of
 
 ENDPOINTS = [

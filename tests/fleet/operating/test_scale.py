@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from diffusion.contracts.errors import InputError
-from diffusion.fleet.client.scaling import Scaler, command_words
+from fleet.client.scaling import Scaler, command_words
 
 
 def ask(service, **query):

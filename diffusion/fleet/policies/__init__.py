@@ -1,1 +1,0 @@
-"""What the fleet decides, as pure functions of rows and time."""

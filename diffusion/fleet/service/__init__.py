@@ -1,1 +1,0 @@
-"""What the machines, owners and operators of a fleet talk to: HTTP over the queue, signed URLs, a page, metrics, notices."""

@@ -1,0 +1,1 @@
+"""Decisions of the fleet, as pure functions of rows and time."""
