@@ -39,8 +39,6 @@ def job_ids(client: FleetClient, given: Collection[str]) -> list[str]:
     Raises:
         InputError: one of them is none.
     """
-    from diffusion.contracts.errors import InputError
-
     found, others = list[str](), list[str]()
     for text in given:
         (found if len(text) == 36 and text.count('-') == 4 else others).append(text)
