@@ -45,12 +45,12 @@ from fleet.attempts.backend import (
 )
 from fleet.attempts.child import (
     LOG,
-    MAX_LOG_BYTES,
     ROOT,
     Child,
     OutgoingCheckpoint,
     StepFollower,
     content_of,
+    copy_log,
     cut,
     environment_of_child,
     newest_step,
@@ -316,9 +316,7 @@ class Attempt:
             return self._failed(child, STALLED if code == INCOMPLETE else CRASH, f'the export ended with exit code {code}\n')
         if self.assignment.draws and self.assignment.validation.prompts and (failed := self._draw(EXPORT, f'{EXPORT}/{IMAGES}')):
             return failed
-        log = self.place.folder / RUN / LOG
-        if log.exists() and log.stat().st_size <= MAX_LOG_BYTES:
-            shutil.copyfile(log, self.place.folder / EXPORT / LOG)
+        copy_log(self.place.folder / RUN, self.place.folder / EXPORT)
         return self._ended(FINISHED, results=self._hand_over_results(self.place.folder / EXPORT))
 
     @contextmanager

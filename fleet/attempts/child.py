@@ -339,16 +339,22 @@ def take(folder: Path, step: int, outgoing: Path) -> OutgoingCheckpoint | None:
         for name in names:
             (kept / name).unlink(missing_ok=True)
             os.link(folder / name, kept / name)
-        log = folder.parent / LOG
-        if log.exists() and log.stat().st_size <= MAX_LOG_BYTES:
-            shutil.copyfile(log, kept / LOG)
-            names.append(LOG)
+        names += copy_log(folder.parent, kept)
         manifest = CheckpointManifest.parse((kept / manifest_of(step)).read_bytes(), step)
         files = {name: HandedFile(kept / name, manifest.content if name == manifest.file else content_of(kept / name)) for name in names}
     except (OSError, ValueError):
         shutil.rmtree(kept, ignore_errors=True)
         return None
     return OutgoingCheckpoint(step, kept, files)
+
+
+def copy_log(run: Path, folder: Path) -> list[str]:
+    """Copy the log of a run, which may grow meanwhile, to a folder; return its name, or nothing where there is none or too much of it."""
+    log = run / LOG
+    if not log.exists() or log.stat().st_size > MAX_LOG_BYTES:
+        return []
+    shutil.copyfile(log, folder / LOG)
+    return [LOG]
 
 
 def content_of(path: Path) -> Content:

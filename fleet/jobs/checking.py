@@ -95,7 +95,7 @@ def check_job(spec: JobSpec, source: str, recipes: Path = RECIPES) -> CheckedJob
         folders = {name: f'inputs/{name}' for name in spec.inputs}
         rules = [rule for rule in RULES if BASE not in folders or rule is not encoders_are_pinned]  # inputs have digests; the folder is the worker's
         recipe = merged_recipe(Recipe, str(path), layers, [], recipe_overrides(spec, folders), rules=rules) if not errors else None
-        errors += _unknown_lengths(recipe) if recipe is not None else []
+        errors += _too_long_for_a_job(recipe) if recipe is not None else []
     except RecipeError as error:
         raise JobError(source, [*errors, *error.errors]) from error
     if recipe is None or errors:
@@ -201,7 +201,7 @@ def _refusal(key: str, value: object) -> str:
     return ''
 
 
-def _unknown_lengths(recipe: Recipe) -> list[str]:
+def _too_long_for_a_job(recipe: Recipe) -> list[str]:
     """List what a recipe may say and a job may not: a machine is paid for it, and its progress is a share of its batches."""
     duration = recipe.train.duration
     found = []

@@ -47,7 +47,7 @@ class Bucket:
             raise InputError(f'{url[:200]}: a fleet needs an S3-compatible bucket with conditional writes; write s3://BUCKET/FOLDER')
         self.bucket, self.folder = parts.netloc, parts.path.strip('/')
         self.url = url.rstrip('/')
-        self.checks_digests = True  # whether it refuses bytes of another digest than was signed; `check` finds out
+        self.checks_digests = False  # whether it is known to refuse bytes of another digest than was signed; `check` finds out
         self._making = threading.Lock()
         self._s3: Any = None
 
@@ -74,13 +74,10 @@ class Bucket:
                 s3.get_object(Bucket=self.bucket, Key=self.key('owners/none'))
             wrong = base64.b64encode(bytes(32)).decode()
             s3.put_object(Bucket=self.bucket, Key=self.key('owners/wrong-digest'), Body=b'x', ChecksumSHA256=wrong, IfNoneMatch='*')
-            self.checks_digests = False
         except ClientError as error:
             code, status = error.response['Error']['Code'], error.response['ResponseMetadata']['HTTPStatusCode']
-            if code in ('NotFound', 'BadDigest', 'InvalidDigest', 'XAmzContentChecksumMismatch', 'InvalidRequest'):
-                return
-            if status == 412:  # it took the wrong digest at an earlier start
-                self.checks_digests = False
+            self.checks_digests = code in ('BadDigest', 'InvalidDigest', 'XAmzContentChecksumMismatch')
+            if self.checks_digests or code in ('NotFound', 'InvalidRequest') or status == 412:  # 412: it took the wrong digest at an earlier start
                 return
             if code == 'NoSuchBucket':
                 raise InputError(f'--bucket {self.url}: there is no bucket {self.bucket}; create it, or name another') from None

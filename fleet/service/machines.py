@@ -71,6 +71,8 @@ def enroll(said: EnrollRequest, newcomer: Newcomer, request: Request, service: S
         name = _pool_of(connection, newcomer, said.machine, known)
         pool = connection.execute('select * from pool where name = %s for no key update', [name]).fetchone()  # its limits hold exactly
         assert pool is not None
+        if newcomer.kind == 'pool' and pool['one_use']:
+            raise RequestRejected(401, f'machines of {name} enrol with a token each; an operator makes them: pools {name} --tokens N')
         if known is not None and known['pool'] != pool['name']:
             raise RequestRejected(409, f'machine: {said.machine} belongs to another pool; name this one otherwise')
         if known is not None and newcomer.session is None and known['wait_sec'] > 0:
@@ -96,10 +98,6 @@ def _pool_of(connection: Connection, newcomer: Account, machine: str, known: dic
         RequestRejected: it does not let it in.
     """
     if newcomer.kind == 'pool':
-        row = connection.execute('select one_use from pool where name = %s', [newcomer.name]).fetchone()
-        if row is not None and row['one_use']:
-            remedy = f'an operator makes them: pools {newcomer.name} --tokens N'
-            raise RequestRejected(401, f'machines of {newcomer.name} enrol with a token each; {remedy}')
         return newcomer.name
     if newcomer.kind == 'enrolment':
         used = connection.execute('update enrolment set used = now() where token_hash = %s and used is null returning pool', [newcomer.token_hash])

@@ -348,12 +348,14 @@ def of_group(connection: Connection, owner: Account, name: str) -> dict[str, Any
     keys = sorted({key for job in jobs for key in job['overrides']})
     changed = [key for key in keys if len({str(job['overrides'].get(key)) for job in jobs}) > 1]
     num_steps = max(job['num_steps'] for job in jobs)
-    losses = [value for job in jobs for _, value in smooth(job['curve'], 1)]
-    for number, job in enumerate(jobs):
+    curves = [smooth(job['curve'], 1) for job in jobs]
+    losses = [loss for curve in curves for _, loss in curve]
+    low, high = min(losses, default=None), max(losses, default=None)
+    for number, (job, curve) in enumerate(zip(jobs, curves, strict=True)):
         job['changes'] = [job['overrides'].get(key) for key in changed]
-        job['loss'] = smooth(job['curve'], 1)[-1][1] if smooth(job['curve'], 1) else None
+        job['loss'] = curve[-1][1] if curve else None
         job['colour'] = SERIES[number % len(SERIES)]
-        job['points'] = points_of(smooth(job['curve'], 1), min(losses, default=0.0), max(losses, default=0.0), num_steps)
+        job['points'] = points_of(curve, low or 0.0, high or 0.0, num_steps)
     return {
         'title': name,
         'refresh_sec': REFRESH_SEC if any(job['state'] in (JobState.QUEUED, JobState.LEASED) for job in jobs) else None,
@@ -361,8 +363,8 @@ def of_group(connection: Connection, owner: Account, name: str) -> dict[str, Any
         'now': jobs[0]['now'].astimezone(UTC),
         'jobs': jobs,
         'changed': changed,
-        'low': min(losses, default=None),
-        'high': max(losses, default=None),
+        'low': low,
+        'high': high,
         'num_steps': num_steps,
         'title_of': title_of,
     }

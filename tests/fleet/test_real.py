@@ -105,7 +105,7 @@ def results(folder):
 
 
 def losses(log):
-    """By batch; after a resume the later line counts."""
+    """Losses by batch; after a resume the later line counts."""
     records = map(json.loads, log.decode().splitlines())
     return dict(sorted({record['batch']: record['loss/train/total'] for record in records if 'loss/train/total' in record}.items()))
 

@@ -28,7 +28,7 @@ ROWS = """
 
 @pytest.fixture
 def url(postgres):
-    """Of an empty database."""
+    """Address of an empty database."""
     with psycopg.connect(postgres.url, autocommit=True) as connection:
         connection.execute(SQL('drop database if exists {}').format(Identifier('upgraded')))
         connection.execute(SQL('create database {}').format(Identifier('upgraded')))

@@ -1,4 +1,4 @@
-"""What files of launch/ start as `python -m fleet run ...`, with programs that stand in for training: python THIS -m fleet ARGUMENTS
+"""Stand-in for what files of launch/ start as `python -m fleet run ...`, with programs that stand in for training: python THIS -m fleet ARGUMENTS
 
 FLEET_STAND_INS is a folder with JOB.json for each job, a list of options of tests/fleet/trainer.py: those of its first start, its second, and so on, the last
 one for all further ones. Each start appends its process id to JOB.starts.

@@ -1,4 +1,4 @@
-"""Who may enrol, how many and under which name; and that a machine gets jobs of the recipes that it has as the service has them."""
+"""Enrolment: who may, how many and under which name; and that a machine gets jobs of the recipes that it has as the service has them."""
 
 import pytest
 
