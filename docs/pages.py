@@ -20,7 +20,7 @@ OUTSIDE = {
     'CONTRIBUTING.md': 'contributing.md',
     'benchmarks/mlperf.md': 'mlperf.md',
 }  # files outside docs/ that are pages, by their names on the site
-ROOMS = ('diffusion', 'data_prep', 'benchmarks')  # of commands
+ROOMS = ('diffusion', 'data_prep', 'fleet', 'benchmarks')  # of commands
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -216,7 +216,7 @@ class TestImage:
         return encoders_folder
 
     def test_it_has_the_checkouts_files_and_nothing_else(self, buildah, checkout):
-        kept = ('benchmarks/', 'data_prep/', 'diffusion/', 'yamls/', 'LICENSE', 'constraints.txt', 'pyproject.toml', 'setup.py', 'train.py')
+        kept = ('benchmarks/', 'data_prep/', 'diffusion/', 'fleet/', 'yamls/', 'LICENSE', 'constraints.txt', 'pyproject.toml', 'setup.py', 'train.py')
         _, found = Container(buildah, self.IMAGE, 'find', '.', '-type', 'f', '-printf', '%P %U %m\n').end()
         assert sorted(found.splitlines()) == sorted(
             f'{name} 0 644' for name in checkout[1] if name.startswith(kept) and not Path(name).name.startswith('.')
