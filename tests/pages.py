@@ -1,10 +1,12 @@
-"""The commands that pages for readers print: those of their blocks, and those in their sentences."""
+"""Pages for readers: their sentences, and the commands that they print in blocks and in sentences."""
 
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from markdown_it import MarkdownIt
 
 REPOSITORY = Path(__file__).parents[1]
 GENERATED = ('docs/commands.md', 'docs/fleet-protocol.md', 'docs/recipe-reference.md')  # from the code
@@ -15,6 +17,9 @@ PAGES = sorted(
     if str(path.relative_to(REPOSITORY)) not in GENERATED
 )
 NEEDS = '# needs: '  # the first line of a block that no test can run: hardware, an account, a cluster, weights
+
+# A stop ends a sentence before a space, with what closes after it; the stop of an abbreviation or an initial ("J. T. Daly") does not.
+STOP = re.compile(r'(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)(?<!\bcf)(?<!\bNo)(?<!\b[A-Z])[.!?][)"\'’”]*\s+')
 
 
 class Block(NamedTuple):
@@ -60,3 +65,17 @@ def words_of(line: str) -> list[str]:
     for end in ('|', '||', '&&', '>', ';'):
         words = words[: words.index(end)] if end in words else words
     return words
+
+
+def sentences(markdown: str) -> Iterator[str]:
+    """Sentences of headings, paragraphs and list items; without tables and blocks of code, and with a blank for code in a sentence."""
+    tables = 0
+    for token in MarkdownIt('commonmark').enable('table').parse(markdown):
+        tables += {'table_open': 1, 'table_close': -1}.get(token.type, 0)
+        if token.type == 'inline' and not tables:
+            yield from STOP.split(''.join(part.content if part.type == 'text' else ' ' * (not part.nesting) for part in token.children or ()))
+
+
+def num_words(sentence: str) -> int:
+    """Words of a sentence; signs of a formula or a dash are none."""
+    return len(re.findall(r'\S*\w\S*', sentence))
