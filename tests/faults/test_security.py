@@ -118,7 +118,9 @@ def test_composer_unpickles_only_where_we_know_it():
     package = Path(composer.__file__).parent
     sources = {str(path.relative_to(package)): path.read_text() for path in package.rglob('*.py')}
     assert {(file, call) for file, source in sources.items() for call in dangerous_calls(source)} == set(COMPOSERS)
-    ours = {str(path): path.read_text() for folder in ('diffusion', 'data_prep', 'fleet', 'benchmarks') for path in (REPOSITORY / folder).rglob('*.py')}
+    ours = {
+        str(path): path.read_text() for folder in ('diffusion', 'data_prep', 'fleet', 'benchmarks') for path in (REPOSITORY / folder).rglob('*.py')
+    }
     for file, source in {**sources, **ours}.items():
         assert file.startswith('checkpoint/') or 'composer.checkpoint' not in source, file
         assert file in sources or 'HuggingFaceModel' not in source, file
