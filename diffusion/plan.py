@@ -63,7 +63,7 @@ class PlanRequest(PriceOptions):
     assume: list[str] = option([], 'changes diffusion/cost/assumptions.yaml; repeatable', 'key=value')
     assumptions: Path | None = option(None, 'what differs from diffusion/cost/assumptions.yaml', 'FILE')
     bill_gpus: PositiveInt | None = option(None, 'the number of GPUs of the bill (default: the most of --gpus that fit)', 'N')
-    encoding_rates: Path | None = option(None, 'images/s of encoders, measured: rows of benchmarks.encode', 'FILE')
+    encoding_rates: Path | None = option(None, 'images/s of encoders, measured; docs/cost.md has the keys of a row', 'FILE')
     json_: Path | None = option(None, 'write the table of rows, unrounded', 'FILE')
 
     @model_validator(mode='after')

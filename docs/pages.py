@@ -18,7 +18,6 @@ REPOSITORY = Path(__file__).parents[1]
 OUTSIDE = {
     'README.md': 'index.md',
     'CONTRIBUTING.md': 'contributing.md',
-    'benchmarks/mlperf.md': 'mlperf.md',
 }  # files outside docs/ that are pages, by their names on the site
 ROOMS = ('diffusion', 'data_prep', 'fleet', 'benchmarks')  # of commands
 

@@ -31,7 +31,7 @@ ELSEWHERE |= {
 }
 HERE = [page for page in PAGES if page not in ELSEWHERE and commands(page)]
 COMMAND = re.compile(r'(?:[A-Z_]+=\S+ )*(?:python3?|composer|make|ray|srun|sbatch|kubectl|sky|docker|podman|pip|curl|git|mkdir|tar) ')
-OUTSIDE = ('fleet', 'pip', 'venv', 'mlperf_logging.compliance_checker')  # commands with commands of their own, or of others
+OUTSIDE = ('fleet', 'pip', 'venv')  # commands with commands of their own, or of others
 
 SHORT = ['train.duration=2ba', 'optimizer.warmup=1ba', 'ema.start=0ba', 'batch.global_size=8', 'batch.micro_size=8', 'data.workers=0',
          'train.cpu_threads=1', 'log.every=1', 'log.samples.steps=2']  # fmt: skip

@@ -648,4 +648,4 @@ def test_too_few_encoders_slow_the_plan_down_and_are_in_its_bill(tmp_path):
     assert '20 on a10g; 45 keep up with 4,100 images/s of training (predicted) at 100 images/s each (measured: NVIDIA A10G' in text_of(printed)
     enough, _ = planned(tmp_path, PHASES[0], *ENCODED, *ON_A10G, 'data.encoders.ray.actors=45', '--encoding-rates', rows)
     assert enough['columns'][0]['phases'][0]['throughput'] == 4068
-    assert 'no such file; python -m benchmarks.encode' in refused(PHASES[0], *ENCODED, '--encoding-rates', tmp_path / 'none')
+    assert 'no such file; name one with a JSON object a line' in refused(PHASES[0], *ENCODED, '--encoding-rates', tmp_path / 'none')

@@ -21,7 +21,6 @@ TINY = {find_network(name).family: name for name in network_names() if name.star
 ALL = [
     *sorted((REPOSITORY / 'yamls').glob('*.yaml')),
     *sorted((REPOSITORY / 'benchmarks/ablations').glob('*/*.yaml')),
-    *sorted((REPOSITORY / 'benchmarks/mlperf').glob('*.yaml')),
 ]
 YAMLS = [path for path in ALL if '\nautoencoder:' not in path.read_text()]  # of autoencoders: autoencoding/test_run.py
 

@@ -1,6 +1,6 @@
 """Encoders that turn images into latents: images/s and price of one, how many keep up with training, their traffic, and where to encode.
 
-An encoder is a GPU, a share of one, or some CPU cores. The rate of one comes, in this order, from rows of benchmarks.encode of that GPU; from
+An encoder is a GPU, a share of one, or some CPU cores. The rate of one comes, in this order, from measured rows of that GPU (--encoding-rates); from
 cost/assumptions.yaml, if it says it of that GPU; published, scaled by FLOP; and else from what is assumed of another GPU, by peak FLOP/s.
 Numbers may be arrays of draws.
 """
@@ -51,16 +51,16 @@ def first_cheaper_epoch(once: Number, per_epoch: Number) -> int | None:
 
 
 def read_encoding_rows(path: Path) -> list[Result]:
-    """Read the rows of benchmarks.encode that have a rate, others are left out; EncodingRateError if there are none."""
+    """Read the rows of kind `encode` that have a rate, others are left out; EncodingRateError if there are none."""
     if not path.is_file():
-        raise EncodingRateError(f'--encoding-rates {path}: no such file; python -m benchmarks.encode --out FILE.jsonl writes one')
+        raise EncodingRateError(f'--encoding-rates {path}: no such file; name one with a JSON object a line, as docs/cost.md describes')
     try:
         rows = [Result(row) for row in read_json_lines(path) if row.get('kind') == 'encode']
     except OSError as error:
         raise EncodingRateError(f'--encoding-rates {path}: cannot be read: {error.strerror}') from None
     rated = [row for row in rows if row.images_per_sec is not None and row.count('resolution') is not None and row.text('device')]
     if not rated:
-        raise EncodingRateError(f'--encoding-rates {path}: has no row of benchmarks.encode with device, resolution and images_per_sec')
+        raise EncodingRateError(f'--encoding-rates {path}: has no row with kind encode, device, resolution and images_per_sec')
     return rated
 
 
@@ -192,7 +192,7 @@ class OnlineFleet:
         share = f' (each {encoders.gpus:g} of it)' if 0 < encoders.gpus < 1 else ''
         have = f'{encoders.actors:,} on {self.encoder.gpu}{share}'
         if rate is None or needed is None:
-            return f'{have}; how many keep up is not known, for nobody has measured one: benchmarks.encode does, plan --encoding-rates reads it'
+            return f'{have}; how many keep up is not known, for nobody has measured one; diffusion.plan --encoding-rates FILE reads your measurement'
         out, back = (spread_text(one, 0 if median(one) >= 10 else 1) for one in self.mb_per_sec)
         training = f'{two_digits(median(self.unlimited))} images/s of training (predicted)'
         each = f'{rate.amount} images/s each ({rate.how}: {rate.note}), {self.headroom:.0%} headroom'

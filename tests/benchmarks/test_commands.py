@@ -5,7 +5,7 @@ import json
 import pytest
 
 from diffusion.families.registry import training_flops
-from tests.conftest import REPOSITORY, run_here
+from tests.conftest import run_here
 
 TINY = ('--network', 'tiny')
 COMMANDS = {
@@ -21,15 +21,6 @@ COMMANDS = {
         'plain loop',
         '+ keyed noise, our objective',
         '+ compile network',
-    ],
-    'grids': [
-        REPOSITORY / 'yamls/shapes.yaml',
-        'model.network=tiny',
-        'batch.global_size=8',
-        'batch.micro_size=4',
-        'log.samples.steps=3',
-        '--rounds',
-        2,
     ],
     'ema': [*TINY, '--repeats', 2],
     'loading': ['--samples', 128, '--rounds', 1],
@@ -50,21 +41,12 @@ def rows(tmp_path_factory):
 @pytest.mark.parametrize('name', COMMANDS)
 def test_rows_say_where_and_when(name, rows):
     records, printed = rows[name]
-    assert len(records) >= (1 if name == 'grids' else 2)
+    assert len(records) >= 2
     for record in records:
         assert record['benchmark'] == name
         assert record['torch']
         assert {'cpu', 'gpu', 'num_cores', 'commit', 'date', 'diffusers', 'mosaicml'} <= record.keys()
     assert '| ---' in printed
-
-
-def test_a_grid_is_counted_in_optimizer_steps(rows):
-    (row,) = rows['grids'][0]
-    assert (row['num_prompts'], row['sampling_steps'], row['micro_batches']) == (8, 3, 2)
-    assert row['grid_in_steps'] == pytest.approx(row['grid_sec'] / row['step_sec'])
-    # 8 prompts x 3 steps, twice for the guidance, over 8 samples whose backward pass takes twice as much as the forward pass, but for its ends
-    assert row['estimated_in_steps'] == pytest.approx(8 * 3 * 2 / (8 * 3), rel=0.1)
-    assert 'costs as much as' in rows['grids'][1]
 
 
 def test_a_step_counts_flop_as_training_does_and_knows_no_peak_of_a_cpu(rows):

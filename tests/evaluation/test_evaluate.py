@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import shutil
 from collections import Counter
@@ -25,15 +26,17 @@ from diffusion.evaluation.features.networks import EXTRACTORS, load_extractors
 from diffusion.evaluation.job import evaluating
 from diffusion.evaluation.job.evaluating import Ranks, evaluate
 from diffusion.evaluation.job.images import Prompt, open_images
-from diffusion.evaluation.job.models import chunks_of
+from diffusion.evaluation.job.models import DrawingModel, chunks_of
 from diffusion.evaluation.job.preparing import prepare
-from diffusion.evaluation.job.request import EvaluationRequest
+from diffusion.evaluation.job.request import PRESETS, EvaluationRequest
 from diffusion.evaluation.metrics.figures import METRICS, find_metric
 from diffusion.evaluation.pages.page import table_of, write_page
 from diffusion.families.registry import build_network, family_of
 from diffusion.objectives import build_objective
+from diffusion.objectives.diffusion import scheduler_config
+from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
-from tests.conftest import NUM_IMAGES, RESOLUTION, read_json, run_here
+from tests.conftest import NUM_IMAGES, REPOSITORY, RESOLUTION, read_json, run_here
 from tests.evaluation.networks import without_digest
 
 SHAPE = 'a small red circle at the left on a blue background'
@@ -420,6 +423,29 @@ def test_a_preset_is_named_only_if_it_is_followed(base, images, tmp_path):
     said = command(base, images, tmp_path / 'out', '--protocol', 'prx', '--steps', 10, '--samples', 16, '--plan')
     assert '--samples, --steps differs from the preset prx; the result does not carry its name or targets' in said.stderr
     assert json.dumps(asked(protocol='mlperf').choice('guidance', None)) == '[8.0]'
+
+
+def test_the_sampler_of_mlperf_takes_its_references_steps(tmp_path):
+    """DDIM of mlcommons/training's ldm/models/diffusion/ddim.py, written out, on a made-up network that predicts v."""
+    schedule = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', ['data.streams.train.local=/data']).model.diffusion.schedule
+    (tmp_path / 'model_index.json').write_text('{"_class_name": "StableDiffusionPipeline", "scheduler": ["diffusers", "DDIMScheduler"]}')
+    (tmp_path / 'scheduler').mkdir()
+    settings = scheduler_config(schedule, 'v_prediction') | {'_class_name': 'DDIMScheduler'}
+    (tmp_path / 'scheduler/scheduler_config.json').write_text(json.dumps(settings))
+    scheduler = DrawingModel('', tmp_path).scheduler(PRESETS['mlperf'].sampler)
+    scheduler.set_timesteps(50)
+    steps = (np.arange(0, 1000, 20) + 1)[::-1]
+    assert scheduler.timesteps.tolist() == steps.tolist()
+
+    alphas = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
+    theirs = 1.7
+    ours = torch.tensor([[[[theirs]]]], dtype=torch.float64)
+    for step, alpha_before in zip(steps, [*alphas[steps[1:]], alphas[0]], strict=True):
+        v, alpha = math.sin(theirs + step), alphas[step]
+        clean, noise = alpha**0.5 * theirs - (1 - alpha) ** 0.5 * v, alpha**0.5 * v + (1 - alpha) ** 0.5 * theirs
+        ours = scheduler.step(torch.full_like(ours, v), int(step), ours).prev_sample
+        theirs = alpha_before**0.5 * clean + (1 - alpha_before) ** 0.5 * noise
+    assert ours.item() == pytest.approx(theirs, rel=1e-4)
 
 
 def test_a_plan_draws_nothing(base, images, tmp_path):
