@@ -13,7 +13,7 @@ The second form compares every cell of a published table (benchmarks/published.y
 inconsistencies in the source.
 
 Prints the report and writes report.md, PNGs and one self-contained report.html to FOLDER (default: next to the first file, or runs/reports/NAME).
-Exit codes: 0 done; 1 a published cell does not come out as recorded; 2 the input is wrong. docs/cost.md explains what is printed.
+Exit codes: 0 done; 1 a published cell does not come out as recorded; 2 the input is wrong. docs/plan.md explains what is printed.
 """
 
 import sys

@@ -5,7 +5,7 @@
 
 Several recipes are phases one after another. Images per second come from --throughput or --mfu; without either from a published table of the same
 network, GPU and resolution, else from an MFU of 24 to 36 %: the plan says which. Prices are those of cost/prices.yaml, other assumptions are in
-cost/assumptions.yaml. docs/cost.md explains every line. Weights, data, a GPU and the network are not needed. Exit code 2 if something is wrong.
+cost/assumptions.yaml. docs/plan.md explains every line. Weights, data, a GPU and the network are not needed. Exit code 2 if something is wrong.
 """
 
 import json

@@ -25,6 +25,7 @@ from tests.pages import NEEDS, PAGES, blocks, commands, inline, words_of
 ELSEWHERE = {page: 'tests/test_readme.py' for page, _ in (getattr(param, 'values', param) for param in test_readme.BLOCKS)}
 ELSEWHERE |= {
     'docs/evaluation.md': 'tests/evaluation/test_docs.py',
+    'docs/reconstruction.md': 'tests/evaluation/test_docs.py',
     'docs/fleet.md': 'tests/fleet/test_docs.py',
     'docs/clusters.md': 'tests/launch/test_clusters_page.py',
     'docs/serve.md': 'tests/serving/test_page.py',
@@ -136,7 +137,7 @@ def test_the_commands_run_in_order(page, place, monkeypatch):
         'docs/autoencoders.md': ['LATENTS/manifest.json', 'runs/reconstructed/reconstruction.json'],
         'docs/recipes.md': ['exported-0.08/model_index.json'],
         'docs/methods.md': ['runs/methods/checkpoints/latest.json', 'runs/aligned/checkpoints/latest.json'],
-        'docs/cost.md': ['h200-report/report.html'],
+        'docs/plan.md': ['h200-report/report.html'],
     }
     for path in made.get(page, []):
         assert (place / path).exists(), path

@@ -501,7 +501,7 @@ def test_a_resolution_of_which_nothing_is_assumed_is_derived_from_the_nearest(tm
 
 
 def test_every_line_of_a_recipe_is_explained(tmp_path, two_phases):
-    page = (REPOSITORY / 'docs/cost.md').read_text()
+    page = (REPOSITORY / 'docs/plan.md').read_text()
     explained = page.partition("Every line of a recipe's section:")[2].partition('\n\n**')[0]
     section = two_phases[1].stdout.partition('## sd2-base-256')[2].partition('\n\n## ')[0].splitlines()[2:]
     labels = {line[:12].strip() for line in section if line[:1].strip()}

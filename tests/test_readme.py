@@ -32,7 +32,8 @@ MAX_WORDS = 1300
 NUM_IMAGES = 24
 
 
-BLOCKS: list = [(page, i) for page in ('README.md', 'docs/finetuning.md', 'docs/data.md') for i in range(len(commands(page)))]
+PAGES_RUN_HERE = ('README.md', 'docs/finetuning.md', 'docs/data.md', 'docs/recaptioning.md')
+BLOCKS: list = [(page, i) for page in PAGES_RUN_HERE for i in range(len(commands(page)))]
 BLOCKS += [pytest.param('docs/ray.md', i, marks=pytest.mark.long) for i in range(len(commands('docs/ray.md')))]
 
 
@@ -152,7 +153,7 @@ def test_the_commands_run_in_order(page, block, place, started, s3, monkeypatch)
         ('README.md', 2): ['models/my-dog/lora/kohya.safetensors', 'models/my-dog/model_index.json'],
         ('README.md', 3): ['h200-report/report.html', 'runs/reports/all/report.html'],
         ('docs/data.md', 0): ['images.html'],
-        ('docs/data.md', 1): ['data/described/manifest.json', 'data/recaptioned/manifest.json'],
+        ('docs/recaptioning.md', 0): ['data/described/manifest.json', 'data/recaptioned/manifest.json'],
     }
     if (page, block) == ('README.md', 3):  # one process; a busy machine may be unsteady
         (row,) = read_json_lines(place / 'h200.jsonl')

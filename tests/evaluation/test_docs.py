@@ -1,4 +1,4 @@
-"""The commands of docs/evaluation.md run, with tiny models and images and with random weights where the published ones would lie."""
+"""The commands of docs/evaluation.md and docs/reconstruction.md run, with tiny models and random weights where published ones would lie."""
 
 import os
 import random
@@ -26,7 +26,7 @@ from tests.test_after_training import run  # noqa: F401
 from tests.training.test_adapters import trained  # noqa: F401
 
 PAGE = 'docs/evaluation.md'
-MODELS, TRIAL, SHAPES, CRAWL, AUTOENCODERS, SUBJECT = range(6)  # its blocks
+MODELS, TRIAL, SHAPES, CRAWL, SUBJECT = range(5)  # its blocks
 SMALL = {  # options in place of the page's
     '--samples 1000': '--samples 16 --steps 2',
     '--samples 200': '--samples 16',
@@ -157,7 +157,7 @@ def test_a_crawl_becomes_a_model_and_its_score(here):
 
 def test_autoencoders_are_scored(here, encoders_folder, images):
     """With random weights of VGG16 in place of the published ones; FID of its 2,048 dimensions would take minutes."""
-    with_weights, without = commands(PAGE)[AUTOENCODERS]
+    [[with_weights, without]] = commands('docs/reconstruction.md')
     for name, target in {
         'runs/vae/export': encoders_folder,
         'runs/emoji-64/encoders': encoders_folder,
