@@ -25,10 +25,6 @@ LOADED = {'script': 'src', 'img': 'src', 'iframe': 'src', 'source': 'src', 'link
 COMPARED = ('h1', 'h2', 'h3', 'h4', 'p', 'li', 'table', 'tr', 'pre', 'code', 'img', 'a', 'strong', 'em')
 
 MAX_WORDS, MAX_WORDS_OF_A_SENTENCE = 2500, 30  # of a page, as `wc -w` counts
-NOT_YET_SHORT = {  # take a page out of this list when its sentences fit
-    'ablations.md', 'autoencoders.md', 'clusters.md', 'comparison.md', 'containers.md', 'finetuning.md',
-    'fleet.md', 'flow.md', 'methods.md', 'ray.md', 'recipes.md', 'serve.md', 'tutorial.md',
-}  # fmt: skip
 
 
 def build(project, out, code=0):
@@ -149,9 +145,7 @@ def test_the_generated_pages_are_those_of_the_code(name):
     assert (REPOSITORY / 'docs' / name).read_text() == PAGES['generated']()[name], 'python docs/pages.py writes them again'
 
 
-@pytest.mark.parametrize(
-    'name', sorted({path.name for path in (REPOSITORY / 'docs').glob('*.md')} - {Path(page).name for page in GENERATED} - NOT_YET_SHORT)
-)
+@pytest.mark.parametrize('name', sorted({path.name for path in (REPOSITORY / 'docs').glob('*.md')} - {Path(page).name for page in GENERATED}))
 def test_a_page_and_its_sentences_are_short(name):
     text = (REPOSITORY / 'docs' / name).read_text()
     assert len(text.split()) <= MAX_WORDS
