@@ -1,33 +1,33 @@
 # make demo      the whole path on drawn shapes, ends with a report (6 to 8 minutes on 2 cores after installation)
-# make demo-lora  teaches the demo's model a new word from six photos, ends with a page of before and after (makes the demo first)
-# make fleet-demo  twelve small adapters by machines of which one fails; a service, PostgreSQL and S3 on this machine (under 6 minutes on 2 cores)
+# make demo-lora  teaches the demo's model a new word from six photos and ends with a page of before and after (makes the demo first)
+# make fleet-demo  trains twelve small adapters on machines of which one fails; a service, PostgreSQL and S3 on this machine (under 6 minutes on 2 cores)
 # make test      the tests (13 to 16 minutes on 2 cores)
-# make test-faults   all of tests/faults, of which make test runs the short ones (under 20 minutes on 2 cores)
-# make test-fast  those that start no processes, compile nothing and wait for nothing (under 2 minutes): for work in progress
-# make test-image   builds and runs the container image without docker; needs root, buildah and mmdebstrap (apt-get install)
-# make test-slurm   launch/slurm on a Slurm of two nodes on this machine; needs root, slurmctld, slurmd, slurm-client and munge (apt-get install)
-# make test-all  all tests, also those that repeat at length what make test does once
-# make test-oldest  the tests of make test on the oldest versions that we support (tests/oldest.txt), in an environment of its own (.venv-oldest)
-# make bench     a small throughput sweep on this machine, and a report of it (3 minutes on 2 cores); run again to resume
-# make gpu-check   what is said of GPUs, measured on this one in slices of 9 minutes; on a CPU a small form (under 6 minutes on 2 cores)
+# make test-faults   all of tests/faults; make test runs only the short ones (under 20 minutes on 2 cores)
+# make test-fast  tests that start no processes, compile nothing and wait for nothing (under 2 minutes): for work in progress
+# make test-image   builds and runs the container image without docker; needs root, buildah and mmdebstrap
+# make test-slurm   runs launch/slurm on a Slurm of two nodes on this machine; needs root, slurmctld, slurmd, slurm-client and munge
+# make test-all  all tests, including long repetitions of what make test does once
+# make test-oldest  make test on the oldest supported versions (tests/oldest.txt), in .venv-oldest
+# make bench     a small throughput sweep of this machine with a report (3 minutes on 2 cores); run again to resume
+# make gpu-check   measures this GPU against the predictions, in slices of 9 minutes; a small form on a CPU (under 6 minutes on 2 cores)
 # make image     a container image of this checkout (docs/containers.md); needs docker, or BUILDER=podman
-# make lock      constraints.txt again after a change of setup.py; OPTIONS=--upgrade takes the newest versions of everything
-# make lint      what CI expects of the code's form; make format puts most of it right
-# make docs      the documentation site in site/, strictly: a broken link ends it; make docs-serve shows it on this machine while you write
-# make install   only create .venv and install; TORCH=cu128 (or cpu, cu130, ...) takes PyTorch's build for that CUDA from PyTorch's own index
+# make lock      updates constraints.txt after a change of setup.py; OPTIONS=--upgrade takes the newest versions of everything
+# make lint      lint and type checks; make format fixes most of them
+# make docs      builds the documentation site in site/ and stops at a broken link; make docs-serve shows it while you write
+# make install   only creates .venv and installs; TORCH=cu128 (or cpu, cu130, ...) takes PyTorch's build for that CUDA from its own index
 
-# A Python that the dependencies exist for; set PYTHON=... to choose another.
+# A Python that the dependencies support; set PYTHON=... to choose another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
-# Three processes keep two cores busy: tests wait for what they started. The files that take longest are first, see tests/conftest.py.
+# Three processes keep two cores busy, because tests wait for processes that they start. The longest files run first, see tests/conftest.py.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
-# Beside others on a busy machine a wait may outlast its limit: what failed runs once more alone, and what fails twice has failed.
+# On a busy machine a wait may exceed its limit: failed tests run once more alone, and only those that fail twice have failed.
 ONCE_MORE := [ $$? -eq 1 ] && echo 'Once more, alone:' && OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 .PHONY: demo demo-lora fleet-demo test test-fast test-faults test-image test-slurm test-all test-oldest bench gpu-check image lock lint format docs docs-serve install
 
-# What the demo's recipes say of training, for its other stages too.
+# The thread count of the demo's recipes, for its other stages too.
 demo demo-lora fleet-demo: export OMP_NUM_THREADS ?= 1
 
 demo: .venv/installed
@@ -36,7 +36,7 @@ demo: .venv/installed
 demo-lora: .venv/installed
 	$(BIN)/python -m diffusion.demo.lora
 
-# The S3 server is moto, of the tests.
+# Its S3 server is moto, a development dependency.
 fleet-demo: .venv/installed-dev
 	$(BIN)/python -m diffusion.demo.fleet
 
@@ -77,7 +77,7 @@ image:
 	$(BUILDER) build --tag text-to-image-recipes:$(VERSION) --build-arg VERSION=$(VERSION) \
 		--build-arg COMMIT=$$(git describe --always --dirty '--exclude=*' --abbrev=12) $(OPTIONS) .
 
-# For all versions of Python. What constraints.txt has stays, if the bounds allow it.
+# For all versions of Python. Versions in constraints.txt stay if the bounds allow it.
 lock: $(BIN)/uv
 	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --quiet --no-annotate --no-emit-index-url \
 		--custom-compile-command 'make lock' --output-file constraints.txt $(OPTIONS)
@@ -91,7 +91,7 @@ format: .venv/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Two pages are written from the code first. The variable silences an advertisement.
+# Three pages are generated from the code first. The variable silences an advertisement.
 docs: .venv/installed-dev
 	$(BIN)/python docs/pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -101,7 +101,7 @@ docs-serve: .venv/installed-dev
 
 install: .venv/installed-dev
 
-# uv, because Composer and Streaming are installed against their own bounds (pyproject.toml). It takes the versions of constraints.txt.
+# uv, because Composer and Streaming are installed against their own bounds (pyproject.toml). It installs the versions of constraints.txt.
 UV := uv>=0.9,<1
 UV_INSTALL = pip install --quiet $(if $(TORCH),--torch-backend $(TORCH))
 
@@ -110,7 +110,7 @@ $(BIN)/uv:
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check --quiet '$(UV)'
 
-# The stamps are written last: a broken installation is repeated, not believed.
+# The stamps are written last, so that a broken installation is repeated.
 .venv/installed: $(BIN)/uv setup.py pyproject.toml constraints.txt
 	$(BIN)/uv $(UV_INSTALL) --python $(BIN)/python --constraint constraints.txt --editable .
 	touch $@
