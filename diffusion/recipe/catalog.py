@@ -97,6 +97,7 @@ METRICS = {
     'clip': MetricRequirements('clip-vit-l14', captions=True, real=False),
     'precision_recall': MetricRequirements('inception'),
     'shapes': MetricRequirements('shapes-look', captions=True, real=False),
+    'composition': MetricRequirements('compositions-look', captions=True, real=False),
 }
 EMBEDS_CAPTIONS = {
     'inception': False,

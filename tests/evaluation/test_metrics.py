@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from diffusion.contracts.compositions import CATEGORIES, random_composition
 from diffusion.contracts.errors import InputError
 from diffusion.contracts.scenes import random_scene
+from diffusion.evaluation.features.drawn_compositions import embedded_caption
 from diffusion.evaluation.features.drawn_shapes import embedded
 from diffusion.evaluation.features.networks import EXTRACTORS
 from diffusion.evaluation.metrics.distances import gaussian, share_of
@@ -22,6 +24,7 @@ REAL, NEAR, FAR = (
 )
 
 SCENES = torch.stack([embedded(random_scene(random.Random(number))) for number in range(90)])
+COMPOSITIONS = torch.stack([embedded_caption(random_composition(CATEGORIES[number % 7], random.Random(number))) for number in range(90)])
 
 
 @pytest.mark.parametrize('name', METRICS)
@@ -29,8 +32,9 @@ def test_each_metric_names_a_feature_of_a_network_and_its_figures(name):
     metric = METRICS[name]
     assert metric.feature in EXTRACTORS[metric.extractor].features
     assert EXTRACTORS[metric.extractor].texts or not metric.needs_captions
-    of_shapes = metric.extractor == 'shapes-look'  # no embeddings, but a one for each word that applies
-    texts, drawn = (SCENES, SCENES.flip(0)) if of_shapes else (REAL, NEAR)
+    # These have no embeddings, but a one for each word that applies.
+    texts = {'shapes-look': SCENES, 'compositions-look': COMPOSITIONS}.get(metric.extractor, REAL)
+    drawn = NEAR if texts is REAL else texts.flip(0)
     found = metric(REAL if metric.needs_real else None, drawn, texts if metric.needs_captions else None, seed=0, resamples=3)
     assert found.keys() == metric.figures.keys()
     for values in found.values():

@@ -27,6 +27,7 @@ from diffusion.contracts.errors import EncoderError, InputError
 from diffusion.datasets.keyed_random import Draw, random_bits
 from diffusion.encoders.frozen_part import any_kernel
 from diffusion.encoders.pretrained import load_model, load_tokenizer
+from diffusion.evaluation.features import drawn_compositions
 from diffusion.evaluation.features.drawn_shapes import DIMENSION, RULE, embedded, look, scenes_of
 from diffusion.evaluation.features.weights import WeightsSource, find_file, find_folder, folder_file, read_tensors
 
@@ -174,6 +175,20 @@ def shapes_look() -> FeatureNetwork:
     return FeatureNetwork('shapes-look', digest, {'shapes-look': DIMENSION}, nn.Module(), embed, embed_texts)
 
 
+def compositions_look() -> FeatureNetwork:
+    """Return the same for scenes of several objects, `data_prep.shapes --scenes composed`."""
+    digest = hashlib.sha256(json.dumps([RULE, drawn_compositions.RULE]).encode()).hexdigest()
+
+    def embed(images: Tensor) -> list[Tensor]:
+        return [torch.stack([drawn_compositions.embedded(to_pil(image)) for image in images.cpu()])]
+
+    def embed_texts(captions: Sequence[str], _device: torch.device) -> Tensor:
+        return torch.stack([drawn_compositions.embedded_caption(asked) for asked in drawn_compositions.compositions_of(captions)])
+
+    name = 'compositions-look'
+    return FeatureNetwork(name, digest, {name: drawn_compositions.DIMENSION}, nn.Module(), embed, embed_texts)
+
+
 def load_inception(name: str, source: WeightsSource, weights: Path | None, download: bool) -> FeatureNetwork:
     """Return FID's network: torch-fidelity's port of the TensorFlow graph of 2015, features before the last layer of each image in two sizings.
 
@@ -309,6 +324,7 @@ EXTRACTORS = {
     'dino-vits16': KnownExtractor(('dino-vits16',), load_dino, WeightsSource(('dino-vits16',), hub='facebook/dino-vits16', size='87 MB')),
     'random-conv': KnownExtractor(('random-conv',), random_conv),
     'shapes-look': KnownExtractor(('shapes-look',), shapes_look, texts=True, embeds=False),
+    'compositions-look': KnownExtractor(('compositions-look',), compositions_look, texts=True, embeds=False),
 }
 EMBEDDING = {name: known for name, known in EXTRACTORS.items() if known.embeds}
 """Networks that METRIC@NETWORK may name, and by which neighbours are looked for."""

@@ -3,13 +3,16 @@
 `kid@random-conv` is KID with the features of another network than the one that the literature takes; its name says so wherever it is shown.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from diffusion.common.text import counted
+from diffusion.contracts.compositions import CATEGORIES
 from diffusion.contracts.errors import InputError
+from diffusion.evaluation.features import drawn_compositions
 from diffusion.evaluation.features.drawn_shapes import WORDS, agreement, scenes_of
 from diffusion.evaluation.features.networks import EMBEDDING
 from diffusion.evaluation.metrics import distances
@@ -114,6 +117,13 @@ def _shapes(_real: None, drawn: Tensor, texts: Tensor, _seed: int, _resamples: i
     return {f'right_{field}': _values(distances.share_of(right)) for field, right in agreement(drawn, texts).items()}
 
 
+def _composition(_real: None, drawn: Tensor, texts: Tensor, _seed: int, _resamples: int) -> dict[str, Values]:
+    shares = {name: distances.share_of(right) for name, right in drawn_compositions.agreement(drawn, texts).items()}
+    count = len(shares)
+    overall = Estimate(sum(one.value for one in shares.values()) / count, math.hypot(*(one.error for one in shares.values())) / count)
+    return {'composition': _values(overall), **{f'composition_{name}': _values(one) for name, one in shares.items()}}
+
+
 def _values(estimate: Estimate) -> Values:
     return {'value': estimate.value, 'error': estimate.error}
 
@@ -140,6 +150,10 @@ _SHAPES = {
     **{f'right_{field}': Figure(f'share of images of drawn shapes with the {field} of their captions', lower_is_better=False) for field in WORDS},
     'right_everything': Figure('share of images of drawn shapes that are right in all of this', lower_is_better=False),
 }
+_COMPOSITION = {
+    'composition': Figure("share of drawn scenes that show what their captions say: mean of the categories' shares", lower_is_better=False),
+    **{f'composition_{name}': Figure(f'the same of the category {name}', lower_is_better=False) for name in CATEGORIES},
+}
 METRICS: dict[str, Metric] = {
     'fid': Metric('inception', 'inception', _FID, _fid),
     'fid_clean': Metric('inception', 'inception-clean', _FID, _fid),
@@ -149,6 +163,15 @@ METRICS: dict[str, Metric] = {
     'clip': Metric('clip-vit-l14', 'clip-vit-l14', _CLIP, _clip, needs_captions=True, needs_real=False),
     'precision_recall': Metric('inception', 'inception', _PRECISION_RECALL, _precision_recall),
     'shapes': Metric('shapes-look', 'shapes-look', _SHAPES, _shapes, needs_captions=True, needs_real=False, check_captions=scenes_of),
+    'composition': Metric(
+        'compositions-look',
+        'compositions-look',
+        _COMPOSITION,
+        _composition,
+        needs_captions=True,
+        needs_real=False,
+        check_captions=drawn_compositions.compositions_of,
+    ),
 }
 
 
