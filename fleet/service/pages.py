@@ -39,6 +39,7 @@ HEADERS = {
 JOB_DOLLARS = 'coalesce((select sum(b.dollars) from attempt b where b.job = j.id), 0)'
 MAX_ATTEMPTS = 100  # that are shown, the latest
 MAX_COMPARED = 60  # jobs of a group, the latest
+DASHES = ('none', '8 6', '1 6')  # of a group's lines, when the colours are used up
 CURVES = ('loss', 'learning rate', 'steps/s')  # places 1 to 3 of a point
 WIDTH = 1000.0  # of a bar, in its own units
 # Class of the style sheet: endings. The machine vanished; it gave the job back; the job or the machine failed.
@@ -354,7 +355,7 @@ def of_group(connection: Connection, owner: Account, name: str) -> dict[str, Any
     for number, (job, curve) in enumerate(zip(jobs, curves, strict=True)):
         job['changes'] = [job['overrides'].get(key) for key in changed]
         job['loss'] = curve[-1][1] if curve else None
-        job['colour'] = SERIES[number % len(SERIES)]
+        job['colour'], job['dashes'] = SERIES[number % len(SERIES)], DASHES[number // len(SERIES) % len(DASHES)]
         job['points'] = points_of(curve, low or 0.0, high or 0.0, num_steps)
     return {
         'title': name,

@@ -77,6 +77,15 @@ def test_a_group_is_compared(service, running, made_up):
     for text in ('timber', 'fast', '0.0005', 'optimizer.lr', 'running', 'waiting'):
         assert text in page.text, text
     assert 'other' not in page.text
-    assert len([tag for tag, _ in page.elements if tag == 'polyline']) == 1
+    line, sample = page.attributes('polyline')  # in the drawing, and beside the name of its job
+    assert line['style'] == sample['style'] == '--colour: var(--series1); stroke-dasharray: none'
     assert '3 jobs of one group' in page_of(service, '/groups/lr/page').text
     assert service.get('/groups/none/page', 'anna').status_code == 404
+
+
+def test_each_of_twelve_jobs_of_a_group_has_a_line_of_its_own(service, made_up, connection):
+    for number in range(12):
+        made_up.job('anna', f'job-{number}', overrides={'seed': number}, group='seeds')
+    connection.execute("update job set curve = '[[1, 0.5, 1e-4, 2.0], [700, 0.25, 1e-4, 2.0]]'")
+    styles = [line['style'] for line in page_of(service, '/groups/seeds/page', 'anna').attributes('polyline') if line['points'] != '1,3 23,3']
+    assert len(set(styles)) == len(styles) == 12

@@ -178,7 +178,10 @@ def test_nothing_is_wider_than_the_screen(width, service, made_up, tmp_path):
     # In a frame, as a window of chromium is never narrower than 500 pixels.
     script = """<script>onload = () => { document.title = 'width ' + Math.max(...[...document.querySelector('iframe').contentDocument.querySelectorAll('*')]
         .filter(e => !e.closest('svg, pre')).map(e => Math.max(e.getBoundingClientRect().right, e.scrollWidth))) }</script>"""
-    for name, path in (('fleet', '/'), ('job', f'/jobs/{job}/page')):
+    for rank in range(3):
+        targets = [f'attention.{place}.to_{part}' for place in range(rank + 8) for part in 'qkv']
+        made_up.job('anna', f'another-job-with-a-long-name-{rank}-' + 'x' * 25, group='g' * 60, overrides={'adapter.targets': targets})
+    for name, path in (('fleet', '/'), ('job', f'/jobs/{job}/page'), ('group', f'/groups/{"g" * 60}/page')):
         file = tmp_path / f'{name}.html'
         frame = f'<iframe width="{width}" height="900" style="border: 0" srcdoc="{escape(service.get(path).text)}"></iframe>'
         file.write_text(f'<!doctype html><title></title>{frame}{script}')
