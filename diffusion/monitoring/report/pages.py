@@ -157,13 +157,15 @@ def verdict(run: Run, is_exported: bool) -> tuple[str, str, str]:
 
 
 def headline(run: Run, judged: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(label, value) of the most important numbers."""
+    """(label, value) of the most important numbers; scores first, the worst of them at the beginning."""
     last = run.last
     loss, num_records = run.final_loss
     dollars = 'dollars so far', run.dollars
     if run.encoders is not None and run.encoders.price is None:
         dollars = 'dollars so far, without the encoders', last.get('cost/dollars_so_far')
+    scores = sorted((judged[field], field) for field in Verdict.__annotations__ if field != 'num_images' and field in judged)
     return [
+        *(('all five right' if field == 'everything' else f'right {field}', f'{share:.1%}') for share, field in scores),
         ('batches', run.batches),
         ('images/s', format_value(last.get('throughput/images_per_sec'), '{:,.0f}')),
         *([('MFU', f'{last["throughput/mfu"]:.1%}')] if 'throughput/mfu' in last else []),
@@ -173,7 +175,6 @@ def headline(run: Run, judged: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([('evaluation loss, the last', f'{last[EVAL_LOSS]:.4f}')] if EVAL_LOSS in last else []),
         ('learning rate', format_value(last.get(LEARNING_RATE), '{:.2e}')),
         ('gradient norm', format_value(last.get(GRAD_NORM), '{:.3g}')),
-        *([(f'right {field}', format_value(judged.get(field), '{:.1%}')) for field in ('foreground', 'background')] if judged else []),
     ]
 
 

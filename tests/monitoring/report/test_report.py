@@ -129,6 +129,20 @@ def test_tables_of_stable_diffusion_are_the_demos(tmp_path, monkeypatch):
     assert '$33,875' in (run / 'report.html').read_text()
 
 
+def test_a_page_begins_with_the_scores_and_the_worst_of_them(tmp_path, monkeypatch):
+    run = write_run(tmp_path / 'run')
+    shares = '"foreground": 0.984, "background": 1.0, "shape": 0.359, "size": 0.844, "place": 0.906, "everything": 0.344'
+    (run / 'judge.json').write_text(f'{{"num_images": 64, {shares}}}')
+    assert main(monkeypatch, run) == 0
+    text = assert_stands_alone((run / 'report.html').read_text()).text
+    page = [
+        text.index(tile)
+        for tile in ('all five right', 'right shape', 'right size', 'right place', 'right foreground', 'right background', 'images/s')
+    ]
+    assert page == sorted(page)
+    assert text.index('34.4%') < text.index('35.9%') < text.index('84.4%') < text.index('images/s')
+
+
 def test_hostile_names_and_captions_are_text(tmp_path, monkeypatch):
     run = write_run(tmp_path / 'run', prompts=[EVIL, 'b'], weights=EVIL, device=EVIL, commit=EVIL, cpu=EVIL)
     for path in [run / 'generated/0000.png']:
