@@ -11,11 +11,6 @@ os.environ['WANDB_MODE'] = 'offline'
 os.environ['RAY_worker_niceness'] = '0'  # noqa: SIM112  # Ray's name; it is 15 otherwise, and its workers would wait for all other tests
 os.environ['RAY_AUTH_MODE'] = 'token'  # Ray reads it when it is imported
 
-from diffusion.common.processes import STOP_SIGNALS, quick_imports
-
-with quick_imports():
-    import composer  # noqa: F401  # with all that the tests import anyway: a fifth of the time of each process is its imports' garbage collections
-
 import gc
 import io
 import json
@@ -30,40 +25,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
-from diffusers import AutoencoderKL, EulerDiscreteScheduler, PNDMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from PIL import Image
-from streaming.base.shared import SharedMemory, prefix
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
-from data_prep.converting.buckets import AspectBuckets
-from data_prep.converting.conversion import Options, convert
-from data_prep.encoding.dataset import encode
-from data_prep.shapes import random_scene, vocabulary, write_shard
-from diffusion.common import object_storage
-from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.encoders.random_encoders import write_stand_in
-from diffusion.families.networks import find_network
+from diffusion.common.processes import STOP_SIGNALS
 from diffusion.recipe import Recipe, load_recipe
 from diffusion.recipe.schema import EncoderSource
-from tests.common.s3_server import BUCKET, S3Server
+from tests.selection import pytest_addoption, pytest_collection_modifyitems, pytest_configure  # noqa: F401  # hooks
+
+if TYPE_CHECKING:  # what fixtures import themselves, so that the tests of a room without PyTorch begin in a second
+    from diffusion.encoders.frozen import FrozenEncoders
+    from tests.common.s3_server import S3Server
 
 REPOSITORY = Path(__file__).parents[1]
-SLOW = (  # files that start processes, compile, or wait: `make test-fast` leaves them out; they begin first, so that no worker is left with one of them
-    'test_readme', 'demo/test_demo', 'fleet/test_end_to_end', 'demo/test_fleet', 'fleet/test_real', 'fleet/test_worker', 'fleet/test_run', 'fleet/test_attempt', 'demo/test_crawl', 'benchmarks/test_throughput', 'faults/', 'watching/', 'demo/test_lora', 'training/test_compilation',
-    'online/', 'data_prep/test_object_storage', 'data_prep/test_kill', 'data_prep/engines/', 'training/test_builder', 'training/test_sharding', 'training/test_distributed',
-    'training/test_adapters', 'autoencoding/test_run', 'test_adapter_export', 'finetuning/', 'test_after_training',
-    'serving/test_page', 'serving/test_serve', 'serving/test_image_server', 'data_prep/test_download', 'benchmarks/', 'families/test_layouts', 'families/test_counts', 'families/test_prx', 'families/test_sdxl',
-    'common/test_storage', 'common/test_collective', 'data_prep/mds/test_job', 'recipe/test_check', 'datasets/test_strict', 'datasets/test_watched', 'datasets/test_buckets',
-    'datasets/test_occurrences', 'test_plan', 'training/test_trainer', 'training/test_spread_times', 'checkpoints/', 'test_yamls', 'cost/test_memory',
-    'monitoring/report/', 'monitoring/test_evaluation', 'data_prep/crawling/', 'data_prep/converting/test_duplicates', 'data_prep/test_', 'evaluation/test_processes', 'evaluation/test_evaluate', 'evaluation/test_reconstruct', 'evaluation/test_subject',
-    'evaluation/test_docs', 'fleet/test_accidents', 'fleet/test_service', 'fleet/test_storm', 'fleet/test_claim', 'fleet/test_docs', 'fleet/test_simul', 'fleet/operating/',
-    'test_docs_site', 'test_docs_commands', 'test_release', 'test_packaging', 'test_private_names', 'launch/test_kubernetes', 'launch/test_skypilot', 'launch/test_slurm',
-)  # fmt: skip
 NUM_IMAGES = 48
 CAPTION = 'a photo of a sks'
 OWN_CAPTION = 'a large sks at the left'
@@ -72,38 +49,22 @@ RESOLUTION = 32
 # A process has one fork server, and what that has not imported each of its children imports again, 15 s on a busy machine: and data_prep's workers
 # or the tests of faults may start it: it is this one in both cases.
 FORK_SERVER: Any = multiprocessing.get_context('forkserver')
-FORK_SERVER.set_forkserver_preload(['tests.conftest', 'tests.faults.children', 'tests.faults.stock', 'train'])
+FORK_SERVER.set_forkserver_preload(
+    ['data_prep.encoding.dataset', 'data_prep.converting.conversion', 'tests.faults.children', 'tests.faults.stock', 'train']
+)
 FORK_SERVER.set_forkserver_preload = lambda _: None
 
-torch.set_num_threads(int(os.environ['OMP_NUM_THREADS']))
 # Streaming keeps the segments of every dataset open until its process ends, and this one makes hundreds.
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 
 
-def closed_after_a_look(name: str, create: bool | None = None, size: int = 0) -> SharedMemory:
-    """Streaming looks at the segments of every number in use and keeps them open: with hundreds of its datasets in one process, files run out."""
-    return SharedMemory(name, create, size, auto_cleanup=create is not False)
-
-
-prefix.SharedMemory = closed_after_a_look  # type: ignore[misc, assignment]
-
-
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if _place(item) < len(SLOW):
-            item.add_marker(pytest.mark.slow)
-    items.sort(key=_place)
-
-
-def _place(item: pytest.Item) -> int:
-    """Return the position of a test's file in SLOW; its length for all others."""
-    name = str(item.path.relative_to(REPOSITORY / 'tests'))
-    return next((number for number, slow in enumerate(SLOW) if name.startswith(slow)), len(SLOW))
+def pytest_collection() -> None:
+    gc.disable()  # a fifth of the time of PyTorch's, diffusers' and Composer's imports
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # a million objects of libraries and tests, which each full collection would look through
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -116,56 +77,59 @@ def same_signals():
             signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def few_segments():
+    """Streaming looks at the segments of every number in use and keeps them open: with hundreds of its datasets in one process, files run out."""
+    prefix = sys.modules.get('streaming.base.shared.prefix')
+    if prefix and prefix.SharedMemory.__module__ != __name__:
+        kept_open = prefix.SharedMemory
+
+        def closed_after_a_look(name: str, create: bool | None = None, size: int = 0) -> Any:
+            return kept_open(name, create, size, auto_cleanup=create is not False)
+
+        prefix.SharedMemory = closed_after_a_look
+
+
 @pytest.fixture(scope='session')
 def encoders_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny random VAE, text encoder and tokenizer in the diffusers layout."""
     folder = tmp_path_factory.mktemp('encoders')
+    from data_prep.shapes import vocabulary
+    from diffusion.encoders.random_encoders import write_stand_in
+
     write_stand_in(folder, 'tiny', words=vocabulary())
     return folder
 
 
 @pytest.fixture(scope='session')
-def encoders(encoders_folder: Path) -> FrozenEncoders:
+def encoders(encoders_folder: Path) -> 'FrozenEncoders':
+    from diffusion.encoders.frozen import FrozenEncoders
+
     return FrozenEncoders.load(EncoderSource(str(encoders_folder)))
 
 
 @pytest.fixture(scope='session')
 def base(encoders_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same encoders with a tiny random network: a whole pipeline, which adapters belong to."""
+    from tests.families.published import write_base
+
     return write_base(tmp_path_factory.mktemp('base'), 'tiny', encoders_folder)
 
 
 @pytest.fixture(scope='session')
 def base_xl(encoders_xl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.families.published import write_base
+
     return write_base(tmp_path_factory.mktemp('base-xl'), 'tiny-xl', encoders_xl_folder)
-
-
-PUBLISHED_STEPS = {'beta_start': 0.00085, 'beta_end': 0.012, 'beta_schedule': 'scaled_linear', 'steps_offset': 1}
-SAMPLERS = {  # scheduler_config.json of Stable Diffusion 2 base and of SDXL base 1.0
-    StableDiffusionPipeline: PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **PUBLISHED_STEPS),
-    StableDiffusionXLPipeline: EulerDiscreteScheduler(timestep_spacing='leading', **PUBLISHED_STEPS),
-}
-
-
-def write_base(folder: Path, network: str, encoders_folder: Path) -> Path:
-    """A model as its authors publish it: of diffusers' own classes and with their defaults, nothing of this project but sizes."""
-    named = find_network(network)
-    kind = {'sd2': StableDiffusionPipeline, 'sdxl': StableDiffusionXLPipeline}[named.family]
-    models = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'tokenizer': CLIPTokenizer}
-    others = {'safety_checker': None, 'feature_extractor': None, 'requires_safety_checker': False}
-    if kind is StableDiffusionXLPipeline:
-        models, others = {**models, 'text_encoder_2': CLIPTextModelWithProjection, 'tokenizer_2': CLIPTokenizer}, {}
-    parts = {name: each.from_pretrained(encoders_folder, subfolder=name) for name, each in models.items()}
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(**{**named.config, 'sample_size': 8})
-    kind(unet=unet, scheduler=SAMPLERS[kind], **parts, **others).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope='session')
 def encoders_xl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with two text encoders and tokenizers, of Stable Diffusion XL's kind."""
     folder = tmp_path_factory.mktemp('encoders-xl')
+    from data_prep.shapes import vocabulary
+    from diffusion.encoders.random_encoders import write_stand_in
+
     write_stand_in(folder, 'tiny-xl', words=vocabulary())
     return folder
 
@@ -173,6 +137,8 @@ def encoders_xl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope='session')
 def crawl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two shards of captioned shapes in img2dataset's webdataset layout."""
+    from data_prep.shapes import random_scene, write_shard
+
     folder = tmp_path_factory.mktemp('crawl')
     rng = random.Random(0)
     half = NUM_IMAGES // 2
@@ -184,6 +150,8 @@ def crawl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope='session')
 def images(crawl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An image MDS of NUM_IMAGES."""
+    from data_prep.converting.conversion import convert
+
     folder = tmp_path_factory.mktemp('mds') / 'images'
     convert(crawl, folder)
     return folder
@@ -192,6 +160,8 @@ def images(crawl: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope='session')
 def latents(images: Path, encoders_folder: Path) -> Path:
     """The same as latents."""
+    from data_prep.encoding.dataset import encode
+
     folder = images.parent / 'latents'
     encode(images, folder, [RESOLUTION], EncoderSource(str(encoders_folder)))
     return folder
@@ -204,6 +174,9 @@ ASPECT_IMAGES = {'128x128': 9, '192x64': 6, '64x192': 3, '64x256': 5}  # in each
 @pytest.fixture(scope='session')
 def aspect_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An image MDS of aspect buckets, several shards each; an image is a little larger than its bucket, and its caption names that."""
+    from data_prep.converting.buckets import AspectBuckets
+    from data_prep.converting.conversion import Options, convert
+
     folder = tmp_path_factory.mktemp('aspect')
     rng = np.random.default_rng(0)
     (folder / 'drawn').mkdir()
@@ -220,6 +193,8 @@ def aspect_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope='session')
 def aspect_latents(aspect_images: Path, encoders_folder: Path) -> Path:
     """The same as latents, each at the size of its bucket."""
+    from data_prep.encoding.dataset import encode
+
     encode(aspect_images, aspect_images.parent / 'latents', None, EncoderSource(str(encoders_folder)))
     return aspect_images.parent / 'latents'
 
@@ -262,7 +237,9 @@ def recipe(overrides: list[str]) -> Recipe:
 
 
 @pytest.fixture(scope='session')
-def s3_server() -> Iterator[S3Server]:
+def s3_server() -> Iterator['S3Server']:
+    from tests.common.s3_server import BUCKET, S3Server
+
     server = S3Server()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment.items():
@@ -273,8 +250,10 @@ def s3_server() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+def s3(s3_server: 'S3Server', monkeypatch: pytest.MonkeyPatch) -> 'S3Server':
     """An S3 server with the empty bucket `bucket`, which s3:// leads to, in child processes too."""
+    from diffusion.common import object_storage
+
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     s3_server.empty()

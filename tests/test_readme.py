@@ -21,8 +21,9 @@ from data_prep.shapes import draw, random_scene, vocabulary
 from diffusion.common.files import read_json_lines
 from diffusion.contracts.manifest import Manifest
 from diffusion.encoders.random_encoders import write_stand_in
-from tests.conftest import REPOSITORY, TINY, run_here, write_base
+from tests.conftest import REPOSITORY, TINY, run_here
 from tests.data_prep.captioner import write_captioner
+from tests.families.published import write_base
 from tests.pages import commands
 
 README = (REPOSITORY / 'README.md').read_text()

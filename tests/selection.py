@@ -1,0 +1,80 @@
+"""Which tests run, and in what order: the files that take longest first, long tests in turns, and tests in quarantine, which cannot fail a run.
+
+`tests/seconds.json` has the seconds of each file that took FAST_SEC or more in the last recorded run; `pytest --record` writes it.
+"""
+
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+
+TESTS = Path(__file__).parent
+SECONDS = TESTS / 'seconds.json'
+QUARANTINE = TESTS / 'quarantine.txt'
+FAST_SEC = 3
+NUM_TURNS = 7
+# One commit a day and one every few hours both go through all turns: a day has six periods, and there are seven turns.
+TURN_PERIOD_SEC = 4 * 3600
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup('this repository')
+    group.addoption('--fast', action='store_true', help=f'leave out the files of tests that take {FAST_SEC} s or more')
+    group.addoption('--turn', action='store_true', help=f'of the files that are chosen, the seventh ({NUM_TURNS} turns) that this commit has to run')
+    group.addoption('--record', action='store_true', help=f'write the seconds of each file that ran to {SECONDS.relative_to(TESTS.parent)}')
+
+
+@pytest.hookimpl(trylast=True)  # `-m` has chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seconds = json.loads(SECONDS.read_text())
+    left_out = set()
+    if config.getoption('fast'):
+        left_out |= {item for item in items if seconds.get(_file(item.nodeid), 0) >= FAST_SEC}
+    if config.getoption('turn'):
+        committed = int(subprocess.check_output(['git', 'show', '--no-patch', '--format=%ct', 'HEAD'], cwd=TESTS))
+        left_out |= {item for item in items if turn_of(_file(item.nodeid)) != committed // TURN_PERIOD_SEC % NUM_TURNS}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+    flaky = quarantined()
+    for item in items:
+        if reason := flaky.get(item.nodeid):
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=False))
+    items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0))
+
+
+def turn_of(file: str) -> int:
+    """Return the turn in which the tests of a file run: together, since they share what they are set up with."""
+    return crc32(file.encode()) % NUM_TURNS
+
+
+def quarantined() -> dict[str, str]:
+    """Return the tests of quarantine.txt, by their names, with what is known of each."""
+    lines = [line for line in QUARANTINE.read_text().splitlines() if line and not line.startswith('#')]
+    return {name.strip(): reason.strip() for name, _, reason in (line.partition(' # ') for line in lines)}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption('record') and not hasattr(config, 'workerinput'):  # one of several processes hears of all tests
+        config.pluginmanager.register(Recorder())
+
+
+class Recorder:
+    """Writes SECONDS after each test, so that an ended run has recorded what it ran."""
+
+    def __init__(self) -> None:
+        self.known = json.loads(SECONDS.read_text())
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[_file(report.nodeid)] += report.duration
+        known = {**self.known, **self.seconds}
+        known = {name: round(known[name]) for name in sorted(known) if known[name] >= FAST_SEC and (TESTS / name).is_file()}
+        SECONDS.write_text(json.dumps(known, indent=0) + '\n')
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition('::')[0].removeprefix('tests/')
