@@ -1,4 +1,4 @@
-"""Requests and answers of the service as models: what does not fit is refused before an endpoint runs, and docs/fleet-api.md is made of them."""
+"""Requests and answers of the service as models: what does not fit is refused before an endpoint runs, and docs/fleet-protocol.md is made of them."""
 
 import re
 from typing import Annotated, Any, Literal
