@@ -157,6 +157,8 @@ def connect(server: str | None, token_file: Path | None) -> FleetClient:
         token = token_file.read_text().strip() if token_file is not None else os.environ.get(TOKEN_VARIABLE, '').strip()
     except OSError as error:
         raise InputError(f'{token_file}: {error.strerror}') from error
-    if not token or not token.isascii() or not token.isprintable() or ' ' in token:
+    if not token:
         raise InputError(f'no token: set {TOKEN_VARIABLE}, or name a file that holds it in one line with --token-file')
+    if not token.isascii() or not token.isprintable() or ' ' in token:
+        raise InputError(f'{token_file or TOKEN_VARIABLE}: no token: a token is one line of ASCII without blanks; copy it again')
     return FleetClient(server, token, PAUSES_SEC)

@@ -19,6 +19,7 @@ from diffusion.recipe import Recipe, RecipeError
 from diffusion.recipe.load import merged_recipe
 from diffusion.recipe.reading import Layer, file_layers
 from diffusion.recipe.rules import RULES, encoders_are_pinned
+from diffusion.recipe.schema import LARGEST_COUNT
 from fleet.jobs.spec import MAX_PROMPT_CHARS, NAME, JobError, JobSpec
 
 RECIPES = Path(__file__).parents[2] / 'yamls'
@@ -207,6 +208,8 @@ def _too_long_for_a_job(recipe: Recipe) -> list[str]:
     found = []
     if duration.unit != 'ba':
         found.append(f'train.duration: {duration}; a job of a fleet says in batches how long it trains, such as 800ba')
+    elif duration.batches > LARGEST_COUNT:
+        found.append(f'train.duration: {str(duration)[:40]}; a job of a fleet has at most {LARGEST_COUNT:,} batches')
     found += [
         f'data.streams.{name}.drawn.num_images: {stream.drawn.num_images:,}; a machine draws {MOST_DRAWN:,} at most'
         for name, stream in recipe.data.streams.items()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from diffusion.common.command_line import LARGEST_SEED
 from diffusion.contracts.errors import InputError
@@ -175,6 +176,8 @@ def _mistakes(spec: JobSpec) -> list[str]:
             found.append(f'inputs.{name}.sha256: {given.sha256[:80]!r} is not 64 hex digits in lower case; sha256sum FILE prints them')
     if spec.notify.webhook is not None and not spec.notify.webhook.startswith(('https://', 'http://')):
         found.append(f'notify.webhook: {spec.notify.webhook[:80]!r} must begin with https://, or with http:// where the service allows that')
+    elif spec.notify.webhook is not None and not _has_host(spec.notify.webhook):
+        found.append(f'notify.webhook: {spec.notify.webhook[:80]!r} is no address; write https://HOST/PATH, with a port from 1 to 65535 if any')
     if len(spec.notify.webhook or '') > MAX_WEBHOOK_CHARS or not re.fullmatch('[!-~]*', spec.notify.webhook or ''):
         found.append(f'notify.webhook: at most {MAX_WEBHOOK_CHARS:,} characters of ASCII are wanted, without blanks; write others as %XX')
     if len(spec.needs.image or '') > MAX_IMAGE_CHARS:
@@ -236,6 +239,14 @@ def located_inputs(inputs: Mapping[Any, Any], folder: Path, errors: list[str]) -
         else:
             errors.append(f"inputs.{name}: {path} is not there; paths count from the folder of the job's file")
     return located
+
+
+def _has_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # brackets that do not close, a port that is none
+        return False
 
 
 def _digest_of_names(folder: Path) -> str:

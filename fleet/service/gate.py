@@ -126,7 +126,10 @@ class FleetService:
         with self.database.transaction() as connection:
             row = connection.execute(ACCOUNT, {'digest': digest(token), 'seen_every': self.leases.lease_sec / 4}).fetchone()
             if row is None:
-                raise RequestRejected(401, 'this token opens nothing; an operator gives one: python -m fleet owners NAME --new-token')
+                raise RequestRejected(
+                    401,
+                    'this token opens nothing; an operator gives one: python -m fleet owners NAME --new-token, for machines pools NAME --new-token',
+                )
             if row.pop('is_old'):
                 # The node first, as enrolment does.
                 connection.execute('update node set last_seen = greatest(last_seen, now()) where name = %s', [row['name']])

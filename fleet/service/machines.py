@@ -180,6 +180,8 @@ def publish(job: UUID, said: PublishRequest, machine: Machine, service: Service)
     """Make what was uploaded the job's checkpoint, after a look at it. Only renewals prolong the lease."""
     lease = Lease(str(job), said.epoch, machine.name)
     folder, row = _folder_of_lease(service, lease, said.step)
+    if not said.files:
+        raise RequestRejected(422, 'files: a checkpoint has files; the next machine could not resume from none')
     if 0 < row['num_steps'] < said.step:
         raise RequestRejected(422, f'step: {said.step:,} of a job of {row["num_steps"]:,} steps')
     _confirm_uploads(service.bucket, folder, said.files)  # takes as long as the storage takes: not inside a transaction

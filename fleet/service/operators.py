@@ -171,8 +171,11 @@ def bill_of_period(
     owner: Owner, service: Service, since: str = '', until: str = '', limit: Annotated[int, Query(ge=0, le=MAX_JOBS_BILLED)] = MAX_JOBS_BILLED
 ) -> dict[str, Any]:
     """Sum up what machines cost, of an owner's own jobs or for an operator of all. Times are ISO 8601, of UTC unless they say otherwise."""
+    period = Period(_time('since', since), _time('until', until))
+    if period.since is not None and period.until is not None and period.since > period.until:
+        raise RequestRejected(400, f'until: {until[:80]} is before since, {since[:80]}; swap them')
     with service.database.transaction() as connection:
-        return bill(connection, None if owner.is_operator else owner.name, Period(_time('since', since), _time('until', until)), limit)
+        return bill(connection, None if owner.is_operator else owner.name, period, limit)
 
 
 def _time(key: str, text: str) -> datetime | None:

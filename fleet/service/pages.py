@@ -23,6 +23,7 @@ from fleet.service.gate import Account, GatedRoute, Owner, RequestRejected, Serv
 REFRESH_SEC = 30
 MAX_JOBS, MAX_NODES, MAX_FAILURES, MAX_SLOW, MAX_OWNERS = 30, 30, 15, 5, 15
 PACE_HOURS = 2.0  # of which the pace is the mean
+MAX_HOURS_LEFT = 24 * 365 * 100.0  # a hundred years: no date is named beyond
 ENOUGH_DONE = 3  # in that time, for a pace of whole jobs
 SLOW_SHARE = 0.75  # of the median, below which a machine is shown as slow
 ENOUGH_COMPARED = 3  # machines at one recipe and GPU, of which one can be the slowest
@@ -200,7 +201,8 @@ def _outlook(rows: Rows, states: dict[JobState, int]) -> Outlook:
     if steps['known'] and steps['pace']:
         machines = counted(steps['num'], 'machine')
         how = f'{steps["left"]:,.0f} steps left at {steps["pace"]:.3g} steps/s, what {machines} at work do now; starts come on top.'
-        return Outlook(None, steps['left'] / steps['pace'] / 3600, how)
+        hours = steps['left'] / steps['pace'] / 3600  # a machine may say 1e-300 steps/s
+        return Outlook(None, hours if hours < MAX_HOURS_LEFT else None, how)
     return Outlook(
         None, None, f'{counted(left, "job")} left; the pace is known when {ENOUGH_DONE} are done, or machines have said how fast they are.'
     )

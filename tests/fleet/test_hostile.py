@@ -138,6 +138,7 @@ def test_steps_stay_within_the_job(service, tokens, url, s3):  # noqa: F811
         add_jobs(connection, 'ann', 1, num_steps=10)
     node = Node(service, tokens['pool'])
     lease = node.claim()
+    assert node.of(lease, 'publish', step=10) == 422  # a checkpoint of no files, which nothing resumes from
     assert node.put(lease, 11, 'f', b'f') == 200
     assert node.of(lease, 'publish', step=11, files={'f': described(b'f')}) == 422
     assert node.of(lease, 'renew', step=2**31 - 1) == 200
@@ -228,6 +229,10 @@ def test_needs_of_an_owner_are_few(service, tokens, url, monkeypatch):  # noqa: 
         ({'needs': {'image': 'x' * 201}}, 'needs.image'),  # an index of PostgreSQL holds 2,700 bytes
         ({'notify': {'webhook': 'https://example.com/\r\nX-Other: 1'}}, 'notify.webhook'),
         ({'notify': {'webhook': 'https://example.com/' + 'x' * 2000}}, 'notify.webhook'),
+        *(
+            ({'notify': {'webhook': address}}, 'is no address')
+            for address in ('https://', 'https:///x', 'https://[::', 'https://x:99999/', 'https://x:-1/')
+        ),
     ],
 )
 def test_texts_have_limits(content, said):

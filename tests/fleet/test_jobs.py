@@ -35,6 +35,12 @@ def test_a_job_fits_its_recipe():
     assert check_job(spec(recipe='dreambooth-sd2-lora.yaml'), 'x').num_steps == 800
 
 
+def test_a_duration_fits_into_the_database():
+    assert check_job(spec(overrides={'train.duration': '1000000000ba'}), 'line 3').num_steps == 10**9
+    assert 'at most 1,000,000,000 batches' in refused(overrides={'train.duration': '1000000001ba'})[0]
+    assert 'at most 1,000,000,000 batches' in refused(overrides={'train.duration': '9' * 4000 + 'ba'})[0]
+
+
 def test_a_base_model_takes_the_place_of_the_recipes():
     encoders = check_job(spec(inputs={'subject': INPUT, 'base': INPUT}), 'line 3').recipe.model.encoders
     assert (encoders.source, encoders.revision) == ('inputs/base', None)

@@ -343,6 +343,8 @@ def test_errors_are_for_people(desk, tokens, monkeypatch, tmp_path):
     code, _, said = desk.run('status', name='nobody')
     assert (code, 'the token is not known' in said) == (2, True)
     assert 'no token: set FLEET_TOKEN' in desk.run('status', '--token-file', os.devnull)[2]
+    (tmp_path / 'two').write_text('one\ntwo')
+    assert 'two: no token: a token is one line' in desk.run('status', '--token-file', tmp_path / 'two')[2]
     assert 'No such file' in desk.run('status', '--token-file', tmp_path / 'none')[2]
     assert 'is an address such as' in desk.run('status', '--server', 'fleet.example.org')[2]
     code, _, said = desk.run('status', '--server', 'http://user:geheim@127.0.0.1:1')

@@ -82,6 +82,16 @@ def test_how_long_it_takes_is_said_with_its_reason(service, made_up, connection)
     assert 'no machine works at one' in page_of(service).text
 
 
+@pytest.mark.parametrize('speed', [1e-9, 1e-300, 5e-324])
+def test_a_speed_of_nearly_nothing_names_no_date(speed, service, made_up):
+    """A machine says what it likes, and no calendar has the day on which it would be done."""
+    made_up.node('m', since=60)
+    made_up.attempt(made_up.job('anna', state='leased', node='m', epoch=1), 1, 'm', 60, 0, (0, 400), pace=speed)
+    page = page_of(service)
+    assert f'1,000 steps left at {speed:.3g} steps/s' in page.text
+    assert 'left, until' not in page.text
+
+
 def test_expected_dollars_are_those_of_done_jobs(service, made_up):
     """Two done for $0.324 each; one waits, one has cost a quarter: 0.648 + 0.081, and 0.324 + 0.243 more."""
     made_up.node('m', since=600)
