@@ -143,7 +143,7 @@ setup(
             'cost/*.yaml',
         ],
         'fleet': ['queue/*.sql'],
-        'benchmarks': ['published.yaml', 'sweeps/*.yaml', 'checking/*', 'ablations/*/*.yaml'],
+        'benchmarks': ['sweeps/*.yaml', 'checking/*', 'ablations/*/*.yaml'],
     },
     install_requires=CORE,
     extras_require=EXTRAS,

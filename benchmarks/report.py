@@ -1,40 +1,30 @@
-"""Report on measured throughput: scaling to more GPUs, days, GPU-hours and dollars; or compare published tables with our formulas.
+"""Report on measured throughput: scaling to more GPUs, days, GPU-hours and dollars.
 
     python -m benchmarks.report RESULTS.jsonl ... [--samples 204.8e6 | 256=1e9,512=2e9] [--gpus 16,32 | 16..128] [--price 2.49 | spot] [--gpu h200]
                                 [--out FOLDER]
-    python -m benchmarks.report --published NAME|all [--gpus 256] [--out FOLDER]
 
-The first form reads rows of benchmarks.throughput (and, for their bars, of benchmarks.step); of several rows of a point the latest counts, and rows
-that failed stay in the table. Rows that differ in the number of GPUs only are a series: a law of computation, exposed communication and fixed
-overhead is fitted to it (diffusion/cost/scaling.py), and predicts more GPUs with its uncertainty. Days and dollars are those of --samples,
-or else of the phases of Stable Diffusion 2 base for rows of its U-Net, and a million samples for others.
+Reads rows of benchmarks.throughput (and, for their bars, of benchmarks.step); of several rows of a point the latest counts, and rows that failed stay
+in the table. Rows that differ in the number of GPUs only are a series: a law of computation, exposed communication and fixed overhead is fitted to it
+(diffusion/cost/scaling.py), and predicts more GPUs with its uncertainty. Days and dollars are those of --samples, or else of the phases of Stable
+Diffusion 2 base for rows of its U-Net, and a million samples for others.
 
-The second form compares every cell of a published table (benchmarks/published.yaml) with the formulas of this repository, and names
-inconsistencies in the source.
-
-Prints the report and writes report.md, PNGs and one self-contained report.html to FOLDER (default: next to the first file, or runs/reports/NAME).
-Exit codes: 0 done; 1 a published cell does not come out as recorded; 2 the input is wrong. docs/plan.md explains what is printed.
+Prints the report and writes report.md, PNGs and one self-contained report.html to FOLDER (default: next to the first file).
+Exit codes: 0 done; 2 the input is wrong. docs/plan.md explains what is printed.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import BeforeValidator
 
 from diffusion.common.command_line import option, positional
-from diffusion.common.text import did_you_mean, print_page
+from diffusion.common.text import print_page
 from diffusion.contracts.errors import InputError, run_command
 from diffusion.cost.formulas import Phase
 from diffusion.cost.hardware import GpuCounts
 from diffusion.cost.prices import PriceError, PriceOptions, Prices, asked_price, load_prices, price_of_gpu
 from diffusion.cost.results import Result, read_results
-
-if TYPE_CHECKING:  # draws with Matplotlib, and is imported after the arguments are read
-    from benchmarks.reporting.page import Report
-
-NOT_REPRODUCED = 1
 
 
 def _split_samples(text: str) -> dict[int | None, int]:
@@ -57,10 +47,9 @@ def _split_samples(text: str) -> dict[int | None, int]:
 
 
 class ThroughputReportRequest(PriceOptions):
-    """Result files or a published table, and what to predict."""
+    """Result files, and what to predict."""
 
-    results: list[Path] = positional('RESULTS.jsonl', default=[])
-    published: str | None = option(None, 'a published table instead, such as anyscale-table-4, or all; another name lists them', 'NAME')
+    results: list[Path] = positional('RESULTS.jsonl')
     out: Path | None = option(None, 'where to write report.md, report.html and the figures', 'FOLDER')
     samples: Annotated[dict[int | None, int] | None, BeforeValidator(_split_samples)] = option(
         None, 'samples to train (steps x global batch), such as 204.8e6; of several resolutions 256=1.1264e9,512=1.7408e9', 'N'
@@ -103,62 +92,25 @@ def with_asked(prices: Prices, texts: Sequence[str], gpus: Sequence[str]) -> Pri
     return prices
 
 
-def report_on_tables(request: ThroughputReportRequest, prices: Prices) -> int:
-    """Report on one published table, or on all."""
-    from benchmarks.published import published_tables
-    from benchmarks.reporting.published_report import published_report
+def report_on(request: ThroughputReportRequest) -> int:
+    """Print the report and write its files."""
+    from benchmarks.reporting.measured_report import gpus_of, measured_report  # draws with Matplotlib
 
-    name, every = request.published or '', published_tables()
-    if name != 'all' and name not in every:
-        hint = did_you_mean(name, [*every, 'all'], cutoff=0.3)
-        raise InputError(f"--published: there is no table '{name}'{hint} There are {', '.join(every)}, and all")
-    if request.gpu is not None or request.samples is not None:
-        raise InputError(f'{"--gpu" if request.gpu is not None else "--samples"} is for result files: a published table has its own')
-    tables = list(every.values()) if name == 'all' else [every[name]]
-    prices = with_asked(prices, request.price, list(dict.fromkeys(table.run[0].gpu for table in tables if table.run)))
-    report = published_report(tables, request.gpus or [256], prices)
-    deliver(report, request.out or Path('runs/reports') / name)
-    broken = [f'{table.name}: {cell.row}, {cell.column}: {cell.verdict}' for table in tables for cell in table.broken]
-    print('\n'.join(broken), end='\n' if broken else '', file=sys.stderr)
-    return NOT_REPRODUCED if broken else 0
-
-
-def report_on_files(request: ThroughputReportRequest, prices: Prices) -> int:
-    """Report on result files."""
-    from benchmarks.published import published_tables
-    from benchmarks.reporting.measured_report import gpus_of, measured_report
-
+    prices = load_prices(request.prices, request.price)
     results = read_results(request.results)
     phases = None if request.samples is None else phases_of(request.samples, results.throughput)
     prices = with_asked(prices, request.price, [request.gpu] if request.gpu is not None else gpus_of(results.throughput, prices))
     if request.gpu is not None:
         price_of_gpu(request.gpu, prices, 'give one with --price DOLLARS')
-    series = [one for table in published_tables().values() for one in table.series]
-    names = ', '.join(path.name for path in request.results)
-    deliver(measured_report(results, names, prices, request.gpus, request.gpu, series, phases), request.out or request.results[0].parent)
-    return 0
-
-
-def deliver(report: 'Report', folder: Path) -> None:
-    """Print it and write its files.
-
-    Raises:
-        InputError: nothing can be written there.
-    """
+    names, folder = ', '.join(path.name for path in request.results), request.out or request.results[0].parent
+    report = measured_report(results, names, prices, request.gpus, request.gpu, phases)
     print_page(report.markdown(figures=False))
     try:
         paths = report.write(folder)
     except OSError as error:
         raise InputError(f'--out {folder}: cannot be written: {error.strerror}; name a folder, which is made if it is not there') from error
     print_page('\n'.join(f'wrote {path}' for path in paths))
-
-
-def report_on(request: ThroughputReportRequest) -> int:
-    """Report on result files or on a published table, whichever is named."""
-    if bool(request.results) == (request.published is not None):
-        raise InputError('name result files (RESULTS.jsonl ...) or a published table (--published NAME), one of the two')
-    prices = load_prices(request.prices, request.price)
-    return report_on_files(request, prices) if request.published is None else report_on_tables(request, prices)
+    return 0
 
 
 def main() -> int:

@@ -152,7 +152,7 @@ def test_the_commands_run_in_order(page, block, place, started, s3, monkeypatch)
             'scored/evaluation.html',
         ],
         ('README.md', 2): ['models/my-dog/lora/kohya.safetensors', 'models/my-dog/model_index.json'],
-        ('README.md', 3): ['h200-report/report.html', 'runs/reports/all/report.html'],
+        ('README.md', 3): ['h200-report/report.html'],
         ('docs/data.md', 0): ['images.html'],
         ('docs/recaptioning.md', 0): ['data/described/manifest.json', 'data/recaptioned/manifest.json'],
     }

@@ -1,6 +1,6 @@
 """The figures of a report, readable without colour by markers, line styles and hatches.
 
-Measurements are filled markers, predictions of a law hollow ones, predictions of a source crosses.
+Measurements are filled markers, predictions of a law hollow ones.
 """
 
 import math
@@ -95,8 +95,8 @@ def cost_figure(plans: Mapping[str, Sequence[Paid]], work: str) -> Figure:
 
 @page_style()
 def bars_figure(panels: Sequence[tuple[str, Sequence[Bar]]]) -> Figure:
-    """Draw images per second of configurations, a panel per setting; derived bars are hollow and dashed. The factor is over the first bar."""
-    names = [[_wrapped(bar.name + (' (derived)' if bar.derived else '')) for bar in bars] for _, bars in panels]
+    """Draw images per second of configurations, a panel per setting. The factor is over the first bar."""
+    names = [[textwrap.fill(bar.name, 34, break_on_hyphens=False) for bar in bars] for _, bars in panels]
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     longest = max(sum(max(1.0, 0.6 * (1 + name.count('\n'))) for name in panel) for panel in names)  # bars, or lines of their names
@@ -106,8 +106,7 @@ def bars_figure(panels: Sequence[tuple[str, Sequence[Bar]]]) -> Figure:
         axes.set_visible(False)
     for axes, labels, (title, bars) in zip(grid.flat, names, panels, strict=False):
         for i, bar in enumerate(bars):
-            looks = {'color': LIGHT['page'], 'linestyle': '--'} if bar.derived else {'color': LIGHT['panel'], 'hatch': HATCHES[i % len(HATCHES)]}
-            axes.barh(i, bar.images_per_sec, edgecolor=LIGHT['ink'], linewidth=0.9, **looks)
+            axes.barh(i, bar.images_per_sec, color=LIGHT['panel'], hatch=HATCHES[i % len(HATCHES)], edgecolor=LIGHT['ink'], linewidth=0.9)
             factor = f'  {bar.images_per_sec / bars[0].images_per_sec:.2f}x' if i else ''
             axes.text(bar.images_per_sec, i, f' {plain(bar.images_per_sec)}{factor}', va='center', fontsize=9)
         axes.set_yticks(range(len(bars)), labels, fontsize=9)
@@ -118,10 +117,6 @@ def bars_figure(panels: Sequence[tuple[str, Sequence[Bar]]]) -> Figure:
         axes.set_title(title, fontsize=10)
         axes.spines[['top', 'right']].set_visible(False)
     return figure
-
-
-def _wrapped(name: str) -> str:
-    return textwrap.fill(name, 34, break_on_hyphens=False)
 
 
 def plain(value: float, _: object = None) -> str:
@@ -185,8 +180,6 @@ def _draw(axes: Axes, curve: Curve, style: tuple[str, str], height_in: Callable[
             if best != ahead.high:
                 arrow = {'arrowstyle': '<-', 'color': colour}
                 axes.annotate('', (ahead.num_gpus, height(point)), textcoords='offset points', xytext=(0, -30), arrowprops=arrow)
-    for point in series.claimed:
-        axes.plot(point.num_gpus, height(point), '+', color=LIGHT['ink'], markersize=15, markeredgewidth=1.5)
 
 
 def point_of(ahead: PredictedRate) -> ScalingPoint:
@@ -204,12 +197,7 @@ def _legend(curves: Sequence[Curve], intervals: bool) -> list[Line2D]:
         lines.append(('--', f'hollow: predicted{without}{said}'))
     if without:
         lines.append((':', 'hollow, dotted: predicted with outliers'))
-    handles = [_hollow(style, text) for style, text in lines]
-    if any(curve.series.claimed for curve in curves):
-        handles.append(
-            Line2D([], [], marker='+', linestyle='', color=LIGHT['ink'], markersize=13, markeredgewidth=1.5, label='predicted by the source')
-        )
-    return handles
+    return [_hollow(style, text) for style, text in lines]
 
 
 def _hollow(style: Literal['-', '--', ':'], text: str) -> Line2D:

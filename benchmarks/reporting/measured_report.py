@@ -41,7 +41,6 @@ def measured_report(
     prices: Prices,
     gpus: Sequence[int],
     gpu: str | None,
-    published: Sequence[ScalingSeries],
     phases: Sequence[Phase] | None = None,
 ) -> Report:
     """Report on the rows of result files.
@@ -50,7 +49,6 @@ def measured_report(
         source: the files, in words.
         gpus: numbers of GPUs to predict; none: twice and four times those measured.
         gpu: whose price, by its name in the list of prices; None: by the name of the device.
-        published: series of others, to be shown next to measurements of the same work.
         phases: what is to be trained, one a resolution; None: Stable Diffusion 2 base where its U-Net was measured, else a million samples.
     """
     groups = group(results.throughput, phases)
@@ -62,7 +60,7 @@ def measured_report(
         is_single = [len(one.points) == 1 and not gpus for one in groups]
         several, single = ([pair for pair, alone in zip(priced, is_single, strict=True) if alone == wanted] for wanted in (False, True))
         if several:
-            sections.append(scaling_section(several, gpus, published))
+            sections.append(scaling_section(several, gpus))
         if single:
             sections.append(single_section(single))
         title = 'Stable Diffusion 2 base, both phases' if phases is None else 'All phases'

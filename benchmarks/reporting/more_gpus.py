@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from benchmarks.reporting.figures import MOST_SERIES, Curve, counted, days_figure, efficiency_figure, point_of
 from benchmarks.reporting.page import Block, FigureBlock, Section, Table
-from benchmarks.reporting.series import MEASURED, PREDICTED, WITH_OUTLIER, ScalingSeries, efficiency
+from benchmarks.reporting.series import MEASURED, PREDICTED, WITH_OUTLIER, ScalingSeries, efficiency, published_series
 from diffusion.cost.prices import Price
 from diffusion.cost.scaling import ScalingPoint, fit, miss
 
@@ -21,16 +21,12 @@ LAW = (
 )
 
 
-def scaling_section(
-    series: Sequence[tuple[ScalingSeries, Price | None]], gpus: Sequence[int], published: Sequence[ScalingSeries] = (), stem: str = ''
-) -> Section:
+def scaling_section(series: Sequence[tuple[ScalingSeries, Price | None]], gpus: Sequence[int]) -> Section:
     """Return tables, statements and figures of some series.
 
     Args:
         series: each with its price of a GPU-hour, if it has one.
         gpus: numbers of GPUs to predict, where they were not measured; none: twice and four times as many as measured.
-        published: series of others, for the figure of days.
-        stem: what the figures' names end in.
     """
     blocks: list[Block] = [LAW]
     curves = []
@@ -51,8 +47,8 @@ def scaling_section(
     shown = curves[:MOST_SERIES]
     if len(shown) < len(curves):
         blocks.append(f'The figures show the first {len(shown)} of {len(curves)} series.')
-    others = [Curve(one, []) for one in published][: MOST_SERIES - len(shown)]
-    return Section('Scaling', [*blocks, *_figures(shown, others, stem)])
+    others = [Curve(one, []) for one in published_series()][: MOST_SERIES - len(shown)]
+    return Section('Scaling', [*blocks, *_figures(shown, others)])
 
 
 def single_section(series: Sequence[tuple[ScalingSeries, Price | None]]) -> Section:
@@ -91,25 +87,6 @@ def _asked(series: ScalingSeries, gpus: Sequence[int]) -> list[int]:
     return sorted({*(gpus or (2 * series.most_gpus, 4 * series.most_gpus))} - measured)
 
 
-def claim(series: ScalingSeries, most: int, num_gpus: int, published: float) -> str:
-    """Compare the prediction of a fit that ends at `most` GPUs with the published value."""
-    law = series.up_to(most)
-    prediction = law.predict(num_gpus, series.global_size(num_gpus))
-    error = prediction.images_per_sec / published - 1
-    return f'Fitted to {law.points[0].num_gpus} to {most} GPUs: {prediction}; published: {published:,.1f}, {error:+.1%}.'
-
-
-def statements(series: ScalingSeries) -> list[str]:
-    """Compare predictions with the largest cluster that was measured, and with what the source predicted."""
-    lines = []
-    largest = series.points[-1]
-    if len(series.points) > 2:
-        lines.append(f'{claim(series, series.points[-2].num_gpus, largest.num_gpus, largest.images_per_sec)} (Measured.)')
-    for point in series.claimed:
-        lines.append(f'{claim(series, series.most_gpus, point.num_gpus, point.images_per_sec)} (Not measured: predicted by the source.)')
-    return lines
-
-
 def _outliers(series: ScalingSeries) -> list[str]:
     texts = []
     for odd in series.outliers:
@@ -140,8 +117,6 @@ def _table(curve: Curve, price: Price | None) -> Table:
         share = efficiency([first, point])[1]
         reach = f'{prediction.extrapolation:.3g}x{" [no network]" if prediction.is_network_unseen else ""}'
         rows.append([kind, *_numbers(series, point, interval, share, typical, reach, price)])
-    for point in series.claimed:
-        rows.append(['by the source', *_numbers(series, point, '', efficiency([first, point])[1], f'{miss(law, point):+.1%}', '', price)])
     head = tuple(title.replace('GPUs', series.unit).replace('GPU-', f'{counted(1, series.unit)[2:]}-') for title in HEAD)
     return Table((*head, 'dollars') if price is not None else head, rows)
 
@@ -160,12 +135,12 @@ def few(value: float) -> str:
     return f'{value:,.0f}' if value >= 1000 else f'{value:,.2f}' if value >= 1 else f'{value:.3g}'
 
 
-def _figures(curves: Sequence[Curve], others: Sequence[Curve], stem: str) -> list[FigureBlock]:
+def _figures(curves: Sequence[Curve], others: Sequence[Curve]) -> list[FigureBlock]:
     if all(len(curve.series.points) + len(curve.predictions) < 2 for curve in curves):
         return []
     same = [other for other in others if any(other.series.work == curve.series.work for curve in curves)]
     caption = 'Time to train over the number of GPUs: filled markers are measured, hollow ones predicted with their interval'
     return [
-        FigureBlock(f'days{stem}', days_figure([*curves, *same]), f'{caption}{"; published series next to ours" if same else ""}.'),
-        FigureBlock(f'efficiency{stem}', efficiency_figure(curves), 'Images per second per GPU, in % of that of the fewest GPUs measured.'),
+        FigureBlock('days', days_figure([*curves, *same]), f'{caption}{"; published series next to ours" if same else ""}.'),
+        FigureBlock('efficiency', efficiency_figure(curves), 'Images per second per GPU, in % of that of the fewest GPUs measured.'),
     ]

@@ -1,4 +1,4 @@
-"""Throughput over the number of GPUs, everything else being equal: series of published points, and of rows of result files."""
+"""Throughput over the number of GPUs, everything else being equal: series of rows of result files, and of mosaicml/diffusion."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from benchmarks.sweeping.sweep import label
 from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE, Phase, hours
 from diffusion.cost.results import Result, gpus_per_node
-from diffusion.cost.scaling import ScalingFit, ScalingLaws, ScalingPoint, fit
+from diffusion.cost.scaling import ScalingLaws, ScalingPoint
+from diffusion.cost.throughput import MOSAICML_TWO_PHASE
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class ScalingSeries(ScalingLaws):
     """Points that differ in the number of GPUs, by rising number of GPUs.
 
     Args:
-        claimed: predictions that the source printed.
         unit: or processes, on a CPU.
         results: the rows of a result file that the points are of, of this resolution.
         family: equal for series that differ in resolution and batch only.
@@ -51,7 +51,6 @@ class ScalingSeries(ScalingLaws):
 
     name: str
     work: TrainingWork
-    claimed: tuple[ScalingPoint, ...] = ()
     unit: str = 'GPUs'
     results: tuple[Result, ...] = ()
     resolution: int = 0
@@ -60,10 +59,6 @@ class ScalingSeries(ScalingLaws):
     @property
     def device(self) -> str:
         return self.results[0].text('device') or 'unknown device'
-
-    def up_to(self, num_gpus: int) -> ScalingFit:
-        """Fit the points of at most `num_gpus` GPUs."""
-        return fit([point for point in self.points if point.num_gpus <= num_gpus], self.gpus_per_node)
 
     @property
     def most_gpus(self) -> int:
@@ -97,7 +92,18 @@ class Bar(NamedTuple):
 
     name: str
     images_per_sec: float
-    derived: bool = False  # the source does not print it
+
+
+def published_series() -> list[ScalingSeries]:
+    """Return the two phases of mosaicml/diffusion's README, to be drawn next to measurements of the same work."""
+    return [
+        ScalingSeries(
+            name=f'mosaicml/diffusion, {phase.resolution} px, U-Net only, A100-40GB',
+            points=tuple(ScalingPoint(row.num_gpus, row.global_size, row.images_per_sec[phase.resolution]) for row in MOSAICML_TWO_PHASE),
+            work=TrainingWork(phase.amount, phase.num_samples),
+        )
+        for phase in SD2_BASE
+    ]
 
 
 def efficiency(points: Sequence[ScalingPoint]) -> list[float]:

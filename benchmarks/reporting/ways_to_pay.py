@@ -25,7 +25,6 @@ def cost_section(
     origins: Mapping[int, str],
     gpu: str,
     prices: Prices,
-    stem: str = '',
     has_outliers: bool = False,
 ) -> Section | None:
     """Return days and dollars of a training run with what interrupts it; None if the list has no price of that GPU.
@@ -34,9 +33,8 @@ def cost_section(
         what: the throughput and the samples, in words.
         phases: resolution and samples of each.
         rates: by number of GPUs, images per second by resolution.
-        origins: of the rates, by number of GPUs: `published`, or as in series.py.
+        origins: of the rates, by number of GPUs, as in series.py.
         gpu: its name in the list of prices.
-        stem: what the figure's name ends in.
         has_outliers: the rates are of series that have some.
     """
     ways: dict[str, list[Paid]] = {}
@@ -65,7 +63,7 @@ def cost_section(
         *([LOWER_LAW] if has_outliers else []),
         Table(HEAD, rows),
         Notes([f'{offer}: {price}' for offer, price in offers.items()]),
-        FigureBlock(f'cost{stem}', cost_figure(shown, 'training'), f'Cost over time for {which} to pay for {gpu}; {what}{hollow}.'),
+        FigureBlock('cost', cost_figure(shown, 'training'), f'Cost over time for {which} to pay for {gpu}; {what}{hollow}.'),
         *impossible,
     ]
     return Section('Ways to pay', blocks)

@@ -40,8 +40,8 @@ ALIKE = ('precision', 'compile', 'checkpoint_activations', 'ema')  # in all rows
 class PublishedThroughput:
     """One row of a published table, of the U-Net of Stable Diffusion 2 (865.9 M parameters), to plan with and to compare against.
 
-    Latents are encoded beforehand where `inside` does not say otherwise. Days and dollars of the sources are in benchmarks/published.yaml, which
-    works them out again from these rows.
+    Latents are encoded beforehand where `inside` does not say otherwise. tests/cost/test_published.py works out the days and dollars of the sources
+    from these rows.
     """
 
     table: str

@@ -286,9 +286,11 @@ def test_only_gpus_are_predicted_among_which_a_batch_can_be_divided():
 
 
 def test_gpus_that_are_left_out_are_named(tmp_path, monkeypatch, capsys):
-    assert run(monkeypatch, '--published', 'mosaicml-2023-01', '--gpus', '24,1024,4096,8192', '--out', tmp_path) == 0
+    path = write(tmp_path / 'r.jsonl', [row(n, law(n, 1 / 800, 0.03)) for n in (8, 16, 32)])
+    assert run(monkeypatch, path, '--gpus', '24,1024,4096,8192', '--out', tmp_path) == 0
     text = capsys.readouterr().out
-    assert [line.split(' | ')[1].strip() for line in text.splitlines() if line.startswith('| predicted')] == ['1024']
+    scaling = text.partition('## Ways to pay')[0]
+    assert [line.split(' | ')[1].strip() for line in scaling.splitlines() if line.startswith('| predicted')] == ['1024']
     (line,) = [line for line in text.splitlines() if line.startswith('Not predicted')]
     assert '24, 4,096, 8,192 GPUs, as the global batch of 2,048 images cannot be divided among so many' in line
     assert line in (tmp_path / 'report.md').read_text()
@@ -380,8 +382,6 @@ def test_input_that_is_none(tmp_path, monkeypatch, capsys, content, message):
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        ([], 'one of the two'),
-        (['--published', 'all', 'r.jsonl'], 'one of the two'),
         (['r.jsonl', '--prices', 'none.yaml'], 'none.yaml: no such file'),
         (['r.jsonl', '--gpu', 'h2000'], "no price for a 'h2000'; did you mean 'h200'? There are"),
         (['r.jsonl', '--gpu', 'foo'], "no price for a 'foo'. There are prices for a100-40gb"),
@@ -391,11 +391,8 @@ def test_input_that_is_none(tmp_path, monkeypatch, capsys, content, message):
         (['cpu.jsonl', 'r.jsonl', 'b200.jsonl', '--price', '2'], '--price 2: for which GPU? here are h200 and b200'),
         (['r.jsonl', '--samples', '1e6'], '--samples 1,000,000: at which resolution? measured are 256 px, 512 px; write --samples PX=1000000'),
         (['r.jsonl', '--samples', '256=1e6,1024=1e6'], '--samples: no row with numbers is of 1024 px; measured are 256 px, 512 px'),
-        (['--published', 'all', '--samples', '1e6'], '--samples is for result files'),
-        (['--published', 'all', '--gpu', 'h200'], '--gpu is for result files'),
         (['r.jsonl', '--out', 'r.jsonl'], '--out r.jsonl: cannot be written: '),
         (['r.jsonl', '--out', 'r.jsonl/deeper'], '--out r.jsonl/deeper: cannot be written: '),
-        (['--published', 'anchors', '--out', 'r.jsonl'], '--out r.jsonl: cannot be written: '),
     ],
 )
 def test_arguments_that_do_not_go(tmp_path, monkeypatch, capsys, arguments, message):

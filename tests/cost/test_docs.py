@@ -2,7 +2,6 @@
 
 import re
 
-from benchmarks.published import FORMULAS
 from benchmarks.report import ThroughputReportRequest
 from diffusion.common.text import markdown_table
 from diffusion.cost.assumptions import Assumptions, draw_all, load_assumptions
@@ -69,11 +68,6 @@ def test_every_line_is_explained():
 def test_every_assumption_is_mentioned():
     keys = {path[-1] for path in known_paths(Assumptions) if len(path) > 1} - {'NAME', 'price', 'gpu', 'machine'}
     assert not [key for key in keys if not re.search(rf'\b{key}\b', PAGE)]
-
-
-def test_every_formula_is_defined_as_reports_print_it():
-    rows = dict(re.findall(r'^\| (F\d+) \| (.*?) \|$', PAGE, re.MULTILINE))
-    assert rows == FORMULAS
 
 
 def test_every_option_of_a_report_is_mentioned():

@@ -2,7 +2,6 @@ import math
 
 import pytest
 
-from benchmarks.published import evaluate
 from diffusion.cost.formulas import SD2_BASE, Phase, hours, run_hours
 from diffusion.cost.throughput import ANYSCALE, MLPERF, MOSAICML_TWO_PHASE
 
@@ -39,27 +38,6 @@ def test_anyscales_total():
 def test_formulas():
     assert hours(3600 * 50, 50) == 1
     assert run_hours(SD2_BASE, {256: 1e6, 512: 2e6}) == pytest.approx((1_126_400_000 / 1e6 + 1_740_800_000 / 2e6) / 3600)
-
-
-def test_formulas_of_jobs_and_baselines():
-    """The example job of the SaladCloud post: 108 heartbeats of 30 s, 54 minutes, $0.2916; and differences taken back."""
-
-    def ours(function, *arguments):
-        return evaluate({function: list(arguments)}, {})
-
-    assert ours('times', {'heartbeat_hours': 108}, 60) == 54
-    assert ours('times', {'heartbeat_hours': 108}, 0.324) == pytest.approx(0.2916)
-    assert ours('over', 0.2916, 1400) == pytest.approx(0.000208, abs=5e-7)
-    assert [ours('over', 2048, gpus, 4) for gpus in (8, 16, 32, 64, 128, 256)] == [64, 32, 16, 8, 4, 2]
-    assert ours('discounted', 600_000, 0.4) == 360_000
-    assert ours('over', 4068, 1.45) * 1.45 == pytest.approx(4068)
-    assert ours('before_change', 76.9, -0.309) * (1 - 0.309) == pytest.approx(76.9)
-    assert hours(1000, ours('images_per_sec', 1000, 7)) == pytest.approx(7)
-    assert ours('plus', {'times': [10, {'plus': [{'times': [4, 40.96]}, {'times': [40, 1.212]}]}]}, 2183) == pytest.approx(10 * 212.32 + 2183)
-    assert ours('online', 100) == pytest.approx(140)
-    assert ours('run_hours', 'mosaicml-two-phase', 8) == next(row for row in MOSAICML_TWO_PHASE if row.num_gpus == 8).hours(SD2_BASE)
-    with pytest.raises(KeyError):
-        ours('__import__', 'os')
 
 
 def test_a_row_without_a_price_has_no_dollars():
