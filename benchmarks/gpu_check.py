@@ -1,10 +1,10 @@
 """Does this GPU do what this repository says of it? Ceilings, correctness, speed, memory, training, and what disagrees with its prediction.
 
-    python -m benchmarks.gpu_check [--limit 540] [--only PART ...] [--crawl FOLDER] [--cache FILE] [--out ROWS.jsonl]
+    python -m benchmarks.gpu_check [--limit 540] [--only PART ...] [--cache FILE] [--out ROWS.jsonl]
 
 Measures for at most --limit seconds, writes every row as soon as it has it, and says what remains; the same command resumes there, also on
 another machine of the same kind if ROWS.jsonl comes along. Each part runs in a process of its own: one that crashes, hangs or runs out of memory
-is a row, and the others follow. Weights and data are random and nothing is downloaded; `demo` and `emoji` train models to look at.
+is a row, and the others follow. Weights and data are random and nothing is downloaded; `demo` trains a model to look at.
 
 Without a GPU, or with --tiny, everything runs in a small form (under 6 minutes on two cores): what is checked for being right is checked, and
 numbers say nothing about speed. Rows go to benchmarks/results/DEVICE-DATE.jsonl, of the small form to runs/gpu-check/, and the page lies next to
@@ -49,9 +49,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--only', nargs='+', choices=names, default=names, metavar='PART', help=f'these parts: {", ".join(names)}')
     parser.add_argument('--again', nargs='+', choices=names, default=[], metavar='PART', help='measure these again, from scratch')
     parser.add_argument('--tiny', action='store_true', help='the small form, which a machine without a GPU always takes')
-    parser.add_argument(
-        '--crawl', type=Path, metavar='FOLDER', help='captioned images to train a model on: a webdataset folder as img2dataset writes it'
-    )
     parser.add_argument(
         '--cache', type=Path, metavar='FILE', help='unpack the compile cache from FILE.0 to FILE.3 first, and pack it there at the end'
     )
@@ -129,8 +126,6 @@ def prepare(args: argparse.Namespace, parts: Sequence[CheckPart], held: ExitStac
     beyond = [name for name in args.again if name not in args.only]
     if beyond:
         raise InputError(f'--again {" ".join(beyond)}: not one of --only {" ".join(args.only)}, and would not be measured; name it in both')
-    if args.crawl is not None and not args.crawl.is_dir():
-        raise InputError(f'--crawl {args.crawl}: no such folder; name one of .tar files as img2dataset writes them')
     predictions = load_predictions(args.predictions)
     environment = environment_apart()
     if environment['gpu'] is not None:
@@ -143,7 +138,7 @@ def prepare(args: argparse.Namespace, parts: Sequence[CheckPart], held: ExitStac
     for lock in (work / 'lock', out.with_suffix('.lock')):  # not the rows themselves: who adds one locks them for a moment
         held.enter_context(hold(lock, 'another check writes there; let it end: two at once would disturb each other'))
     open_to_append(out).close()
-    setting = Setting(tiny, str(work), str(out.with_suffix('')), str(args.crawl.resolve()) if args.crawl else None)
+    setting = Setting(tiny, str(work), str(out.with_suffix('')))
     return Check(parts, setting, out, environment, RESERVE_SEC[tiny]), predictions
 
 

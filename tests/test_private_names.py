@@ -70,7 +70,6 @@ USED = [
     ('diffusion/training/ema.py', 'torch', '_foreach_lerp_', 'all tensors in one kernel'),
     ('diffusion/training/muon.py', 'torch', '_foreach_add _foreach_add_ _foreach_div_ _foreach_mul_', 'the same'),
     ('diffusion/families/registry.py', 'torch', '_fused_sdp_choice', 'the backend that attention would take'),
-    ('benchmarks/checking/kernels.py', 'torch', '_fused_sdp_choice', 'the same'),
     ('diffusion/cost/hardware.py', 'torch._C', '_cuda_getArchFlags', 'what it was built for, without a GPU'),
     ('diffusion/families/unet.py', 'torch.nn.Conv2d', '_conv_forward', 'overridden: weights in channels_last'),
     ('diffusion/families/adapters.py', 'torch.nn.Module', '_parameters', 'replaced in place'),

@@ -25,13 +25,11 @@ class Setting:
         tiny: small enough for a CPU; numbers then say nothing about speed.
         work: folder for everything that need not be kept: encoders, runs, logs.
         images: beginning of the paths of images to keep, next to the rows.
-        crawl: webdataset folder of captioned images to train on, as data_prep.convert reads it.
     """
 
     tiny: bool
     work: str
     images: str
-    crawl: str | None = None
 
     @property
     def network(self) -> str:
@@ -88,16 +86,14 @@ class CheckPart:
 
 # In the order of what they tell: a GPU that is taken away early has told the most.
 PARTS = (
-    CheckPart('ceilings', 'benchmarks.checking.kernels:ceilings', 20, 'matrix product and copy, which everything else is held against'),
+    CheckPart('ceilings', 'benchmarks.checking.ceilings:ceilings', 20, 'matrix product and copy, which everything else is held against'),
     CheckPart('correctness', 'benchmarks.checking.correctness:cases', 150, 'noise, gradients, optimizer, average and encoders against the CPU'),
     CheckPart('headline', 'benchmarks.checking.steps:headline', 420, 'images/s of train.py at both resolutions'),
     CheckPart('profile', 'benchmarks.checking.steps:profile', 120, "where a step's time goes, and its 20 heaviest kernels"),
     CheckPart('training', 'benchmarks.checking.training:cases', 240, 'the Trainer: host waits, each of its ways, checkpoint and resume'),
     CheckPart('ladder', 'benchmarks.checking.steps:rows_of_ladder', 500, 'what each setting of the ablation adds'),
     CheckPart('memory', 'benchmarks.checking.memory:cases', 150, 'measured against the prediction; `batch.micro_size: auto`'),
-    CheckPart('optimizer', 'benchmarks.checking.optimizer:cases', 40, 'clipping, AdamW and the average of the weights'),
-    CheckPart('kernels', 'benchmarks.checking.kernels:in_the_unet', 180, 'attention, convolution and normalization by shape, against float64'),
-    CheckPart('demo', 'benchmarks.checking.models:demo', 200, 'the whole path on drawn shapes, trained here'),
-    CheckPart('emoji', 'benchmarks.checking.models:emoji', 240, 'a model of real images, trained here (--crawl)'),
+    CheckPart('optimizer', 'benchmarks.checking.ceilings:once_a_step', 40, 'clipping, AdamW and the average of the weights'),
+    CheckPart('demo', 'benchmarks.checking.demo:cases', 200, 'the whole path on drawn shapes, trained here'),
     CheckPart('variations', 'benchmarks.checking.steps:variations', 1100, 'single settings that are not in the recipes'),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from composer.utils import get_device
 from torch import Tensor, nn
 
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
-from benchmarks.checking.errors import NETWORK, num_different, relative_error
 from benchmarks.optimizations import Switches
 from benchmarks.step_rows import build_step, recipe_of
 from benchmarks.timing import device, free_memory
@@ -26,12 +26,26 @@ from diffusion.training.ema import EMA
 from diffusion.training.sharding import local
 
 UNET, RESOLUTION, BATCH = 'tiny', 64, 8  # large enough for every kind of layer, small enough for float64 on a CPU
+# Gradients of a whole network: roundings of all layers add up, and TF32 (10 bits) multiplies float32 on a GPU.
+NETWORK = {'fp32': 1e-4, 'tf32': 5e-3, 'bf16': 6e-2}
 # Adam's first step is the rate times the sign of each gradient: those close to 0 may have either.
 UPDATE = {'fp32': 2e-2, 'tf32': 0.2, 'bf16': 0.4}
 CPU = torch.device('cpu')
 # Same noise and objective, everything else as diffusers' example does it: nothing that makes a step fast.
 PLAIN = Switches(keyed_noise=True)
 FAST = Switches(sdpa=True, channels_last=True, fused_adamw=True, reads_loss=False, keyed_noise=True)
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """Norm of the difference over that of the reference, in float64 on the reference's device."""
+    exact = reference.detach().double()
+    return ((value.detach().to(exact) - exact).norm() / exact.norm()).item()
+
+
+def num_different(values: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> int:
+    """Tensors that are not equal to the bit, or that only one of the two has."""
+    common = values.keys() & others.keys()
+    return len(values.keys() ^ others.keys()) + sum(not torch.equal(values[name].cpu(), others[name].cpu()) for name in common)
 
 
 def cases(setting: Setting) -> list[Case]:

@@ -12,7 +12,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 
 from benchmarks.checking.cases import Case, NotHere, Setting, Values
-from benchmarks.checking.errors import NETWORK, num_different
+from benchmarks.checking.correctness import NETWORK, num_different
 from benchmarks.checking.host_syncs import syncs_per_step
 from benchmarks.step_rows import RECIPE
 from benchmarks.timing import device, free_memory

@@ -204,7 +204,7 @@ def test_every_part_has_cases_with_names_of_their_own(tmp_path):
 def test_the_command_ends_with_1_where_a_prediction_is_wrong_and_with_0_where_it_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(measured_by, 'environment_apart', measured_by.environment)  # this process has imported torch already
     (tmp_path / 'wrong.yaml').write_text(PREDICTIONS)
-    parts = ['ceilings', 'correctness', 'optimizer', 'kernels']
+    parts = ['ceilings', 'correctness', 'optimizer']
     options = ['--only', *parts, '--work', tmp_path / 'work', '--out', tmp_path / 'rows.jsonl']
     said = run_here('benchmarks.gpu_check', *options, '--predictions', tmp_path / 'wrong.yaml', code=1).stdout
     assert '1 problem:\n  ceilings, copy: gb_per_sec is' in said
@@ -213,7 +213,7 @@ def test_the_command_ends_with_1_where_a_prediction_is_wrong_and_with_0_where_it
     rows = list(read_json_lines(tmp_path / 'rows.jsonl'))
     assert [row['part'] for row in rows if row['status'] == 'finished'] == parts
     assert len({(row['part'], row['row']) for row in rows}) == len(rows)
-    assert sum(len(row.get('checks', ())) for row in rows) > 70  # all of them right, or there would be more than one problem
+    assert sum(len(row.get('checks', ())) for row in rows) >= 12  # all of them right, or there would be more than one problem
     assert {'torch', 'commit', 'cpu', 'gpu', 'date'} <= rows[0].keys()
     assert 'nothing disagrees' in run_here('benchmarks.gpu_check', *options).stdout
     assert list(read_json_lines(tmp_path / 'rows.jsonl')) == rows
@@ -222,10 +222,10 @@ def test_the_command_ends_with_1_where_a_prediction_is_wrong_and_with_0_where_it
 def test_the_command_says_what_remains_and_how_to_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(measured_by, 'environment_apart', measured_by.environment)
     options = ['--only', 'ceilings', 'demo', '--work', tmp_path / 'work', '--out', tmp_path / 'rows.jsonl', '--limit']
-    said = run_here('benchmarks.gpu_check', *options, 126, code=75).stdout  # 1 s more than planned, and the process takes longer to start
+    said = run_here('benchmarks.gpu_check', *options, 125, code=75).stdout  # 120 s planned and 5 s kept back: no time is left for the start
     assert '1 of 2 parts to do: demo. Resume with\n  python -m benchmarks.gpu_check --only ceilings demo' in said
     assert 'Still to be measured: demo' in (tmp_path / 'rows.html').read_text()
-    assert '--limit 126: nothing was measured in so short a time' in run_here('benchmarks.gpu_check', *options, 126, code=2).stderr
+    assert '--limit 125: nothing was measured in so short a time' in run_here('benchmarks.gpu_check', *options, 125, code=2).stderr
     assert '--limit 60: demo, drawn shapes is planned with 120 s' in run_here('benchmarks.gpu_check', *options, 60, code=2).stderr
 
 
@@ -267,14 +267,14 @@ def running(word):
 
 
 @pytest.mark.long
-def test_the_small_form_of_everything_is_right(tmp_path, crawl):
-    options = ['--work', tmp_path / 'work', '--out', tmp_path / 'rows.jsonl', '--crawl', crawl, '--limit', 1500]
+def test_the_small_form_of_everything_is_right(tmp_path):
+    options = ['--work', tmp_path / 'work', '--out', tmp_path / 'rows.jsonl', '--limit', 1500]
     said = run_python('-m', 'benchmarks.gpu_check', *options).stdout
     assert 'nothing disagrees' in said
     rows = list(read_json_lines(tmp_path / 'rows.jsonl'))
     assert {row['part'] for row in rows if row['status'] == 'finished'} == {part.name for part in PARTS}
-    assert sum(len(row.get('checks', ())) for row in rows) > 80
+    assert sum(len(row.get('checks', ())) for row in rows) >= 18
     html = (tmp_path / 'rows.html').read_text()
-    assert html.count('<img') == 2  # the demo's images and those of the crawl
+    assert html.count('<img') == 1  # the demo's
     assert (tmp_path / 'rows-demo.png').exists()
     assert not (tmp_path / 'work/runs').exists()

@@ -1,5 +1,6 @@
-"""Done once a step, for all micro-batches: clipping, AdamW, the average of the weights. Each moves bytes and computes almost nothing."""
+"""Ceilings of this machine, and what a step does once for all micro-batches and should run at that of memory: clipping, AdamW, the average."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,7 +17,32 @@ from diffusion.training.sharding import gradient_norm
 NORM_BYTES, ADAM_BYTES = 4, 32
 
 
-def cases(setting: Setting) -> list[Case]:
+def seconds(call: Callable[[], object]) -> float:
+    """Median seconds of a call; many calls of microseconds are timed together."""
+    return timed(call, steps=100, warmup=5).median_sec if device().type == 'cuda' else timed(call, steps=3, warmup=1).median_sec
+
+
+def ceilings(setting: Setting) -> list[Case]:
+    return [Case('matmul', partial(matmul, 512 if setting.tiny else 8192)), Case('copy', partial(copy, 1 << (22 if setting.tiny else 30)))]
+
+
+def matmul(side: int) -> Values:
+    """Square, in bf16 on a GPU: the highest rate that any layer can reach."""
+    dtype = torch.bfloat16 if device().type == 'cuda' else torch.float32
+    a, b = (torch.randn(side, side, device=device(), dtype=dtype) for _ in range(2))
+    sec = seconds(lambda: a @ b)
+    return {'side': side, 'dtype': str(dtype), 'median_sec': sec, 'tflop_per_sec': 2 * side**3 / sec / 1e12}
+
+
+def copy(count: int) -> Values:
+    """Reads and writes each of `count` float32 once."""
+    source = torch.randn(count, device=device())
+    target = torch.empty_like(source)
+    sec = seconds(lambda: target.copy_(source))
+    return {'bytes': 8 * count, 'median_sec': sec, 'gb_per_sec': 8 * count / sec / 1e9}
+
+
+def once_a_step(setting: Setting) -> list[Case]:
     return [
         Case('clipping + AdamW', partial(clip_and_step, setting), setting.sec(15)),
         Case('EMA', partial(average, setting), setting.sec(15)),
