@@ -1,6 +1,6 @@
 """Does this GPU do what this repository says of it? Ceilings, correctness, speed, memory, training, and what disagrees with its prediction.
 
-    python -m benchmarks.gpu_check [--limit 540] [--only PART ...] [--cache FILE] [--out ROWS.jsonl]
+    python -m benchmarks.gpu_check [--limit 540] [--only PART ...] [--cache FOLDER] [--out ROWS.jsonl]
 
 Measures for at most --limit seconds, writes every row as soon as it has it, and says what remains; the same command resumes there, also on
 another machine of the same kind if ROWS.jsonl comes along. Each part runs in a process of its own: one that crashes, hangs or runs out of memory
@@ -22,11 +22,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.checking import compile_cache
 from benchmarks.checking.cases import PARTS, CheckPart, Setting
 from benchmarks.checking.judging import PREDICTIONS, Predictions, load_predictions, problems
 from benchmarks.checking.rows import default_out, hardware
-from benchmarks.checking.slices import CACHE, Check, TooShort
+from benchmarks.checking.slices import Check, TooShort
 from benchmarks.measured import environment_apart, hold
 from diffusion.common.arguments import CommandParser, positive_float
 from diffusion.common.files import open_to_append
@@ -39,7 +38,7 @@ PAGE = '.html'
 REPOSITORY = Path(__file__).parents[1]
 RESULTS, SMALL_RESULTS = REPOSITORY / 'benchmarks/results', REPOSITORY / 'runs/gpu-check'
 LIMIT_SEC = 540.0
-RESERVE_SEC = {False: 30.0, True: 5.0}  # by whether the form is tiny: packing what was compiled takes most of it
+RESERVE_SEC = {False: 25.0, True: 5.0}  # by whether the form is tiny: to end a process, which may take 20 s, and to write the page
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,9 +48,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--only', nargs='+', choices=names, default=names, metavar='PART', help=f'these parts: {", ".join(names)}')
     parser.add_argument('--again', nargs='+', choices=names, default=[], metavar='PART', help='measure these again, from scratch')
     parser.add_argument('--tiny', action='store_true', help='the small form, which a machine without a GPU always takes')
-    parser.add_argument(
-        '--cache', type=Path, metavar='FILE', help='unpack the compile cache from FILE.0 to FILE.3 first, and pack it there at the end'
-    )
+    parser.add_argument('--cache', type=Path, metavar='FOLDER', help='compiled code, to take to the next machine (default: in --work)')
     parser.add_argument('--predictions', type=Path, default=PREDICTIONS, metavar='YAML', help='in place of benchmarks/checking/predictions.yaml')
     parser.add_argument('--out', type=Path, metavar='JSONL', help='the rows; the page is put next to it')
     parser.add_argument(
@@ -59,7 +56,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         default=SMALL_RESULTS / 'work',
         metavar='FOLDER',
-        help='logs, models, compile cache (default: runs/gpu-check/work, here)',
+        help='logs and models (default: runs/gpu-check/work, here)',
     )
     parser.add_argument('--list', action='store_true', help='print the parts and what they take on an H200, and measure nothing')
     return parser.parse_args(arguments)
@@ -139,16 +136,14 @@ def prepare(args: argparse.Namespace, parts: Sequence[CheckPart], held: ExitStac
         held.enter_context(hold(lock, 'another check writes there; let it end: two at once would disturb each other'))
     open_to_append(out).close()
     setting = Setting(tiny, str(work), str(out.with_suffix('')))
-    return Check(parts, setting, out, environment, RESERVE_SEC[tiny]), predictions
+    return Check(parts, setting, out, environment, RESERVE_SEC[tiny], args.cache and args.cache.resolve()), predictions
 
 
 def run(args: argparse.Namespace, check: Check, predictions: Predictions) -> int:
     """One slice, its page and its summary; returns the exit code."""
-    environment, cache = check.environment, check.setting.folder / CACHE
+    environment = check.environment
     small = ', small form' if check.setting.tiny else ''
     print(f'{hardware(environment)}, commit {environment["commit"]}, torch {environment["torch"]}{small}: {check.out}')
-    if args.cache is not None:
-        print(compile_cache.unpack(args.cache, cache, environment))
     page = check.out.with_suffix(PAGE)
     code = FINISHED
     try:
@@ -163,8 +158,6 @@ def run(args: argparse.Namespace, check: Check, predictions: Predictions) -> int
     from benchmarks.checking.page import write  # draws with Matplotlib
 
     write(page, check, predictions)
-    if args.cache is not None:
-        print(compile_cache.pack(cache, args.cache, environment))
     said = summary(check, predictions, page)
     if not check.remaining():
         check.clear()

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checking import compile_cache
 from benchmarks.checking.cases import CheckPart, Setting, Values
 from benchmarks.checking.part import CASE, CheckTask
 from benchmarks.checking.rows import AGAIN, add_row, result, rows_of
@@ -32,7 +31,8 @@ class Check:
 
     Args:
         environment: of the machine (benchmarks.measured.environment).
-        reserve_sec: of a slice, to end a process, write the page and pack the cache.
+        reserve_sec: of a slice, to end a process and write the page.
+        cache: folder of what is compiled; None: in the work folder.
     """
 
     parts: Sequence[CheckPart]
@@ -40,6 +40,7 @@ class Check:
     out: Path
     environment: Mapping[str, Any]
     reserve_sec: float
+    cache: Path | None = None
 
     def __post_init__(self) -> None:
         self.shown = set(self.rows)
@@ -127,9 +128,13 @@ class Check:
     def variables(self) -> dict[str, str]:
         """Environment of the processes: nothing is downloaded, and one process alone asks no network for its own name."""
         network = {name: os.environ.get(name, 'lo') for name in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME')}
+        cache = self.cache or self.setting.folder / CACHE
         return {
             **network,
-            **compile_cache.variables(self.setting.folder / CACHE),
+            'TORCHINDUCTOR_CACHE_DIR': str(cache / 'inductor'),
+            'TRITON_CACHE_DIR': str(cache / 'triton'),
+            'TORCHINDUCTOR_FX_GRAPH_CACHE': '1',
+            'TORCHINDUCTOR_AUTOGRAD_CACHE': '1',
             'HF_HUB_OFFLINE': '1',
             'WANDB_MODE': 'offline',
             'PYTHONUNBUFFERED': '1',

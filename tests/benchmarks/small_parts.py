@@ -99,7 +99,7 @@ def compiles(setting):
         for name in ('TORCHINDUCTOR_CACHE_DIR', 'TRITON_CACHE_DIR'):
             folder = Path(os.environ[name])
             folder.mkdir(parents=True)
-            (folder / 'kernel').write_bytes(os.urandom(100_000))
+            (folder / 'kernel').touch()
         return {}
 
     return [Case('compile', measure)]

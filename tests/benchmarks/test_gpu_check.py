@@ -13,11 +13,10 @@ import pytest
 
 from benchmarks import gpu_check
 from benchmarks import measured as measured_by
-from benchmarks.checking import compile_cache
 from benchmarks.checking.cases import PARTS, Setting
 from benchmarks.checking.judging import problems
 from benchmarks.checking.rows import default_out
-from benchmarks.checking.slices import CACHE, Check, TooShort
+from benchmarks.checking.slices import Check, TooShort
 from benchmarks.measured import FileHeld, hold
 from diffusion.common.files import read_json_lines
 from tests.benchmarks.small_parts import MACHINE, PREDICTIONS, measured, predictions
@@ -110,28 +109,13 @@ def test_a_case_that_hangs_is_given_up(check):
     assert problems(one.rows, predictions())[0].startswith('hanging, hangs: timed out: not done after 2 s')
 
 
-def test_a_compile_cache_goes_to_the_next_machine(check, tmp_path, monkeypatch):
-    monkeypatch.setattr(compile_cache, 'PART_BYTES', 60_000)
+def test_compiled_code_stays_in_the_folder_that_is_named_for_it(check, tmp_path):
     one = check('compiles')
-    archive, folder = tmp_path / 'cache.tar', one.setting.folder / CACHE
-    assert 'nothing is packed' in compile_cache.pack(folder, archive, MACHINE)
-    assert 'everything is compiled here' in compile_cache.unpack(archive, folder, MACHINE)
+    one.cache = tmp_path / 'cache'
     one.run_slice(60)
-    kernels = {path.relative_to(folder): path.read_bytes() for path in folder.rglob('kernel')}
-    assert len(kernels) == 2
-    compile_cache.pack(folder, archive, MACHINE)
-    assert [path.stat().st_size <= 60_000 for path in compile_cache.parts_of(archive)] == [True] * 4
-    other = tmp_path / 'other'
-    assert 'made with torch 2.14.1, this is 2.11.0' in compile_cache.unpack(archive, other, {**MACHINE, 'torch': '2.11.0'})
-    assert not other.exists()
-    assert 'unpacked' in compile_cache.unpack(archive, other, MACHINE)
-    assert {path.relative_to(other): path.read_bytes() for path in other.rglob('kernel')} == kernels
-    assert 'there already' in compile_cache.unpack(archive, other, MACHINE)
-    compile_cache.parts_of(archive)[1].write_bytes(b'torn')
-    assert 'is damaged' in compile_cache.unpack(archive, tmp_path / 'third', MACHINE)
-    monkeypatch.setattr(compile_cache, 'PART_BYTES', 1000)
-    assert 'is the limit' in compile_cache.pack(folder, tmp_path / 'large.tar', MACHINE)
-    assert not compile_cache.parts_of(tmp_path / 'large.tar')
+    assert len(list((tmp_path / 'cache').rglob('kernel'))) == 2
+    one.clear()
+    assert len(list((tmp_path / 'cache').rglob('kernel'))) == 2
 
 
 def test_rows_of_an_earlier_day_are_resumed(check, tmp_path):
