@@ -6,9 +6,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.checking.cases import Values
-from benchmarks.checking.judging import FAILED, Comparison, Predictions, comparisons, problems
-from benchmarks.checking.rows import hardware, number, result
+from benchmarks.checking.cases import PARTS, Values
+from benchmarks.checking.judging import Comparison, Predictions, comparisons, problems
+from benchmarks.checking.rows import hardware, number
 from benchmarks.checking.slices import Check
 from benchmarks.optimizations import OPTIMIZATIONS
 from benchmarks.reporting.page import Block, FigureBlock, ImageBlock, Report, Section, Table
@@ -21,7 +21,14 @@ ABOUT_LADDER = (
     + '; '.join(f'"{optimization.name}" to "{optimization.to}"' for optimization in OPTIMIZATIONS if optimization.to)
     + '.'
 )
-STEP_HEAD = ['', 'micro-batch', 'images/s', 'of the first', 'ms a step', 'spread', 'MFU', 'peak GB', 'note:']
+# key of rows: title of its column, factor. Rows of a part have some of them.
+NUMBERS = {
+    'micro_batch': ('micro-batch', 1), 'images_per_sec': ('images/s', 1), 'tflop_per_sec': ('TFLOP/s', 1), 'gb_per_sec': ('GB/s', 1),
+    'median_sec': ('ms', 1e3), 'ms': ('ms', 1), 'composer_ms': ("ms, Composer's", 1), 'spread': ('spread, %', 100), 'mfu': ('MFU, %', 100),
+    'peak_allocated_bytes': ('peak GB', 1e-9), 'predicted_bytes': ('peak GB, counted', 1e-9), 'first_loss': ('first loss', 1),
+    'last_loss': ('last loss', 1), 'foreground': ('right foreground, %', 100), 'background': ('right background, %', 100),
+}  # fmt: skip
+STEPS = ('ladder', 'variations')  # parts whose rows are compared with their first
 
 
 def write(path: Path, check: Check, predictions: Predictions) -> None:
@@ -33,18 +40,11 @@ def write(path: Path, check: Check, predictions: Predictions) -> None:
     lead = f'Commit {where["commit"]}, PyTorch {where["torch"]}, {when}.'
     if check.setting.tiny:
         lead += ' Small form: what is checked for being right is checked; speeds are those of a toy and are compared with nothing.'
-    known = Comparisons(compared)
-    sections = [
-        Section('Machine', [machine(where)]),
-        Section('Ceilings and headline', [*ceilings(rows, known), *headline(rows, predictions, where, known)]),
-        Section('Is it right?', [checks(rows, ('correctness', 'training')), *layers(rows)]),
-        Section('What each setting gives', steps(rows, 'ladder', ABOUT_LADDER)),
-        Section('Where the time goes', profile(rows, predictions)),
-        Section('Memory, optimizer, average', [memory(rows, known), optimizer(rows, known)]),
-        Section('Settings that are not in the recipes', steps(rows, 'variations', 'Each against the first row, the headline unchanged.')),
-        Section('The demo, trained here', demo(rows, known, path.parent)),
-        Section('Skipped, failed, and time', aside(rows)),
-    ]
+    sections = [Section('Machine', [machine(where)])]
+    for part in PARTS:  # of earlier slices too, which may have had other parts
+        blocks = [*numbers_of(rows, part.name, compared, predictions), *checks(rows, part.name), *more(rows, part.name, predictions, path.parent)]
+        sections.append(Section(f'{part.name.capitalize()}: {part.about}', blocks))
+    sections.append(Section('Skipped, failed, and time', aside(rows)))
     report = Report(f'GPU check: {hardware(where)}', lead, [section for section in sections if any(section.blocks)])
     measured = [row for row in rows.values() if row['status'] == 'measured']
     numbers = [
@@ -63,15 +63,6 @@ def of(rows: Rows, part: str) -> dict[str, Values]:
     return {name: row for (where, name), row in rows.items() if where == part and name and row['status'] == 'measured'}
 
 
-class Comparisons(list[Comparison]):
-    """All comparisons of the rows."""
-
-    def text(self, part: str, name: str, key: str) -> str:
-        """Return the prediction of a value and its relative error; empty if there is none."""
-        found = [one for one in self if (one.part, one.row, one.key) == (part, name, key)]
-        return '; '.join(f'{one.predicted}{f" ({one.off:+.0%})" if abs(one.off) >= 0.005 else ""}' for one in found)
-
-
 def machine(where: Mapping[str, Any]) -> Table:
     memory = f'{where["gpu_memory_bytes"] / 1e9:.0f} GB' if where.get('gpu_memory_bytes') else ''
     pairs = [
@@ -83,67 +74,54 @@ def machine(where: Mapping[str, Any]) -> Table:
     return Table(['', ':'], pairs)
 
 
-def ceilings(rows: Rows, known: Comparisons) -> list[Block]:
-    units = {'matmul': ('tflop_per_sec', 'TFLOP/s'), 'copy': ('gb_per_sec', 'GB/s')}
-    lines = [[name, f'{number(row[units[name][0]])} {units[name][1]}', known.text('ceilings', name, units[name][0])] for name, row in
-             of(rows, 'ceilings').items()]  # fmt: skip
-    return [Table(['', 'measured', 'predicted'], lines)] if lines else []
-
-
-def headline(rows: Rows, predictions: Predictions, where: Mapping[str, Any], known: Comparisons) -> list[Block]:
-    targets = {(one.part, one.row): one.target for one in predictions.of(where['gpu'])}
-    found = of(rows, 'headline')
+def numbers_of(rows: Rows, part: str, compared: Sequence[Comparison], predictions: Predictions) -> list[Block]:
+    """Return the table of a part: its numbers, next to what was predicted of them."""
+    found = of(rows, part)
+    keys = [key for key in NUMBERS if any(isinstance(row.get(key), int | float) for row in found.values())]
+    if all(row['gpu'] is None for row in found.values()):  # the resident set of a process on a CPU says nothing about the step
+        keys = [key for key in keys if key != 'peak_allocated_bytes']
+    first = next(iter(found.values()))['images_per_sec'] if part in STEPS and found else None
     lines = []
     for name, row in found.items():
-        target = targets.get(('headline', name))
-        lines.append([
-            name, str(row['micro_batch']), number(row['images_per_sec']), known.text('headline', name, 'images_per_sec'),
-            f'{target:.0f}, {"met" if row["images_per_sec"] >= target else "missed"}' if target else '',
-            percent(row['mfu']), number(row['median_sec'] * 1e3), percent(row['spread']), gigabytes(row),
-        ])  # fmt: skip
-    head = ['', 'micro-batch', 'images/s', 'predicted', 'target', 'MFU', 'ms a step', 'spread', 'peak GB']
-    return ['A step as train.py takes it, without loader and average of the weights:', Table(head, lines)] if lines else []
+        cells = ['' if row.get(key) is None else number(row[key] * NUMBERS[key][1]) for key in keys]
+        cells += [] if first is None else [f'{row["images_per_sec"] / first:.2f}']
+        said = [f'{one.key} {one.predicted} ({one.off:+.0%})' for one in compared if (one.part, one.row) == (part, name)]
+        said += [
+            f'target {one.target:.0f}, {"met" if row[one.key] >= one.target else "missed"}'
+            for one in predictions.of(row['gpu'])
+            if (one.part, one.row) == (part, name) and one.target is not None
+        ]
+        lines.append([name, *cells, '; '.join(said)])
+    head = ['', *(NUMBERS[key][0] for key in keys), *([] if first is None else ['of the first']), 'predicted:']
+    return [Table(head, lines)] if len(keys) > 1 else []  # the profile has its own
 
 
-def steps(rows: Rows, part: str, about: str) -> list[Block]:
-    """Rows of benchmarks.step as table and figure."""
-    found = of(rows, part)
-    if not found:
-        return []
-    first = next(iter(found.values()))['images_per_sec']
-    lines = []
-    for (where, name), row in rows.items():
-        if where != part or not name:
-            continue
-        if name not in found:
-            lines.append([name, '', '', '', '', '', '', '', result(row)])
-            continue
-        speed = row['images_per_sec']
-        lines.append([name, str(row['micro_batch']), number(speed), f'{speed / first:.2f}', number(row['median_sec'] * 1e3), percent(row['spread']),
-                      percent(row['mfu']), gigabytes(row), ''])  # fmt: skip
-    rates = {name: row['images_per_sec'] for name, row in found.items()}
-    return [about, Table(STEP_HEAD, lines), FigureBlock(part, rates_figure(rates), f'Images per second: {part}')]
+def checks(rows: Rows, part: str) -> list[Block]:
+    lines = [
+        [name, what, number(value), number(limit), 'right' if value <= limit else 'WRONG']
+        for name, row in of(rows, part).items()
+        for what, (value, limit) in row.get('checks', {}).items()
+    ]
+    return [Table(['', 'error of:', 'measured', 'at most', ':'], lines)] if lines else []
 
 
-def checks(rows: Rows, parts: Sequence[str]) -> Table:
-    lines = []
-    for (part, name), row in rows.items():
-        if part not in parts or not name:
-            continue
-        if row['status'] in FAILED:
-            lines.append([f'{part}: {name}', result(row), '', '', 'wrong'])
-        for what, (value, limit) in row.get('checks', {}).items():
-            lines.append([f'{part}: {name}', what, number(value), number(limit), 'right' if value <= limit else 'WRONG'])
-    return Table(['', 'error of:', 'measured', 'at most', ':'], lines)
-
-
-def layers(rows: Rows) -> list[Block]:
-    row = of(rows, 'correctness').get('layouts')
-    if row is None:
-        return []
-    lost = row['layers_that_leave_channels_last']
-    named = ', '.join(f'{name} ({count})' for name, count in lost.items())
-    return [f'Layers of the eager U-Net that leave channels_last: {named or "none"}.']
+def more(rows: Rows, part: str, predictions: Predictions, folder: Path) -> list[Block]:
+    """Return what the part has besides numbers."""
+    found, blocks = of(rows, part), list[Block]()
+    if part == 'ladder' and found:
+        blocks.append(ABOUT_LADDER)
+    if part in STEPS and found:
+        rates = {name: row['images_per_sec'] for name, row in found.items()}
+        blocks.append(FigureBlock(part, rates_figure(rates), f'Images per second: {part}'))
+    if part == 'profile':
+        blocks += profile(rows, predictions)
+    for row in found.values():
+        if lost := row.get('layers_that_leave_channels_last'):
+            named = ', '.join(f'{name} ({count})' for name, count in lost.items())
+            blocks.append(f'Layers of the eager U-Net that leave channels_last: {named}.')
+        if 'image' in row and (folder / row['image']).exists():
+            blocks.append(ImageBlock(folder / row['image'], 'Drawn shapes, generated by the exported model'))
+    return blocks
 
 
 def profile(rows: Rows, predictions: Predictions) -> list[Block]:
@@ -185,41 +163,6 @@ def roof_ms(rows: Rows, predictions: Predictions) -> dict[str, float]:
     return {name: 1e3 * max(work.tflop / tflop_per_sec, work.gb / gb_per_sec) for name, work in predictions.roofline.classes.items()}
 
 
-def memory(rows: Rows, known: Comparisons) -> Table:
-    lines = []
-    for name, row in of(rows, 'memory').items():
-        if 'micro_batch' in row.get('predicted', {}):
-            lines.append([name, f'{row["micro_batch"]} images', known.text('memory', name, 'micro_batch') + ' images'])
-        elif 'peak_allocated_bytes' in row:
-            expected, peak = row['predicted_bytes'], row['peak_allocated_bytes']
-            lines.append([name, f'{peak / 1e9:.2f} GB', f'{expected / 1e9:.2f} GB ({peak / expected - 1:+.0%})'])
-        else:
-            lines.append([name, 'needs a GPU', f'{row["predicted_bytes"] / 1e9:.3f} GB'])
-    return Table(['eager step', 'measured', 'predicted'], lines)
-
-
-def optimizer(rows: Rows, known: Comparisons) -> Table:
-    lines = [
-        [name, number(row['ms']), known.text('optimizer', name, 'ms'), percent(row['spread']), number(row['gb_per_sec']),
-         f'{row["composer_ms"] / row["ms"]:.1f} times as fast as Composer' if 'composer_ms' in row else '']
-        for name, row in of(rows, 'optimizer').items()
-    ]  # fmt: skip
-    return Table(['', 'ms', 'predicted', 'spread', 'GB/s', ':'], lines)
-
-
-def demo(rows: Rows, known: Comparisons, folder: Path) -> list[Block]:
-    blocks: list[Block] = []
-    for name, row in of(rows, 'demo').items():
-        rate = f', {number(row["images_per_sec"])} images/s' if row['images_per_sec'] else ''
-        text = f'Loss {number(row["first_loss"])} to {number(row["last_loss"])}{rate}. Of {row["num_images"]} images '
-        text += f'{percent(row["foreground"])} have the right foreground, {percent(row["background"])} the right background'
-        text += f' (foreground predicted: {said}).' if (said := known.text('demo', name, 'foreground')) else '.'
-        blocks.append(text)
-        if (folder / row['image']).exists():
-            blocks.append(ImageBlock(folder / row['image'], 'Drawn shapes, generated by the exported model'))
-    return blocks
-
-
 def aside(rows: Rows) -> list[Block]:
     """Cases without numbers, with the reason, and the time of each part."""
     lines = [[f'{part}: {name or "the whole part"}', row['status'], row['reason'] or ''] for (part, name), row in rows.items()
@@ -233,11 +176,6 @@ def aside(rows: Rows) -> list[Block]:
 
 def percent(share: float | None) -> str:
     return '' if share is None else f'{share:.1%}'
-
-
-def gigabytes(row: Values) -> str:
-    """Of a GPU; the resident set of a process on a CPU says nothing about the step."""
-    return f'{row["peak_allocated_bytes"] / 1e9:.1f}' if row['gpu'] is not None else ''
 
 
 def rates_figure(rates: Mapping[str, float]) -> Figure:

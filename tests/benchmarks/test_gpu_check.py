@@ -193,7 +193,9 @@ def test_the_command_ends_with_1_where_a_prediction_is_wrong_and_with_0_where_it
     said = run_here('benchmarks.gpu_check', *options, '--predictions', tmp_path / 'wrong.yaml', code=1).stdout
     assert '1 problem:\n  ceilings, copy: gb_per_sec is' in said
     assert 'predicted 1,000,000,000 (-100%; a mistake)' in said
-    assert '1 problem' in (tmp_path / 'rows.html').read_text()
+    html = (tmp_path / 'rows.html').read_text()
+    for text in ('1 problem', 'gb_per_sec 1,000,000,000 (-100%)', 'words that differ', 'ms, Composer&#39;s'):
+        assert text in html, text
     rows = list(read_json_lines(tmp_path / 'rows.jsonl'))
     assert [row['part'] for row in rows if row['status'] == 'finished'] == parts
     assert len({(row['part'], row['row']) for row in rows}) == len(rows)
