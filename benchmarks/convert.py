@@ -11,18 +11,23 @@ Memory is the peak of all processes together.
 import argparse
 import io
 import json
-import random
+import os
+import subprocess
+import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from PIL import Image
 from tqdm import tqdm
 
-from benchmarks.measured import command, print_table, record, run_watched
+from benchmarks.measured import command, print_table, record
 from diffusion.common.arguments import positive_int
 
 ROWS_PER_SHARD = 250
@@ -40,31 +45,24 @@ def draw_jpeg(seed: int) -> bytes:
 
 
 def write_crawl(folder: Path, num_rows: int) -> None:
-    """`num_rows` captioned images in img2dataset's webdataset layout, and a list of them as files."""
+    """Write `num_rows` captioned images in img2dataset's webdataset layout."""
     import pyarrow as pa  # after the arguments are read
     import pyarrow.parquet as pq
 
     jpegs = [draw_jpeg(seed) for seed in range(200)]  # drawn once; what follows the end of a JPEG makes each file another
     folder.mkdir(parents=True)
-    (folder.parent / f'{folder.name}-files').mkdir()
-    urls = []
     for shard, start in enumerate(tqdm(range(0, num_rows, ROWS_PER_SHARD), desc='draw', unit='shard')):
         rows = []
         with tarfile.open(folder / f'{shard:05d}.tar', 'w') as tar:
             for i in range(start, min(start + ROWS_PER_SHARD, num_rows)):
                 key, caption, jpeg = f'{shard:05d}{i - start:04d}', f'image {i}', jpegs[i % len(jpegs)] + i.to_bytes(8, 'little')
-                file = folder.parent / f'{folder.name}-files' / f'{key}.jpg'
-                file.write_bytes(jpeg)
-                row = {'key': key, 'url': file.resolve().as_uri(), 'caption': caption, 'status': 'success', 'error_message': None}
+                row = {'key': key, 'url': f'https://example.org/{key}.jpg', 'caption': caption, 'status': 'success', 'error_message': None}
                 for suffix, content in (('jpg', jpeg), ('txt', caption.encode()), ('json', json.dumps(row).encode())):
                     entry = tarfile.TarInfo(f'{key}.{suffix}')
                     entry.size = len(content)
                     tar.addfile(entry, io.BytesIO(content))
                 rows.append(row)
         pq.write_table(pa.Table.from_pylist(rows), folder / f'{shard:05d}.parquet')
-        urls += [{'url': row['url'], 'caption': row['caption']} for row in rows]
-    random.Random(0).shuffle(urls)
-    pq.write_table(pa.Table.from_pylist(urls), folder.parent / f'{folder.name}-urls.parquet')
 
 
 def floor(source: Path, dest: Path) -> None:
@@ -83,6 +81,30 @@ def floor(source: Path, dest: Path) -> None:
                         with Image.open(io.BytesIO(content['jpg']), formats=('JPEG',)) as image:
                             image.load()
                         writer.write({'key': stem, 'caption': content['txt'].decode(), 'image': content['jpg']})
+
+
+def run_watched(arguments: list[object]) -> tuple[float, float]:
+    """Run `python ARGUMENTS` and return its seconds and the peak memory in MB of it and all its descendants together.
+
+    Memory is the proportional set size: what several processes share counts once.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    start, peak_bytes = time.perf_counter(), 0
+    words, environment = [sys.executable, *map(str, arguments)], {**os.environ, 'OMP_NUM_THREADS': '1'}
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        watched = psutil.Process(process.pid)
+        while True:
+            try:
+                _, errors = process.communicate(timeout=0.1)
+                break
+            except subprocess.TimeoutExpired:
+                with suppress(psutil.Error, FileNotFoundError, ProcessLookupError):  # one of them has just ended
+                    peak_bytes = max(peak_bytes, sum(one.memory_full_info().pss for one in [watched, *watched.children(recursive=True)]))
+    if process.returncode:
+        raise SystemExit(f'{" ".join(words[1:])} failed:\n{errors[-3000:]}')
+    return time.perf_counter() - start, peak_bytes / 1e6
 
 
 WAYS: dict[str, Callable[[Path, Path], list[object]]] = {

@@ -1,18 +1,14 @@
-"""Shared by the benchmarks: options, the record and table of a measurement, child processes whose memory is watched."""
+"""Shared by the benchmarks: options, the record and table of a measurement."""
 
 import argparse
 import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import psutil
 
 from diffusion.common.command_line import CommandParser
 from diffusion.common.environment import environment as environment_record
@@ -88,36 +84,3 @@ def hold(path: Path, otherwise: str) -> BinaryIO:
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Left-aligned names, right-aligned numbers, in Markdown; None stays empty."""
     print_page(markdown_table(header, rows))
-
-
-def run_watched(arguments: Sequence[object], poll_sec: float = 0.1, look: Callable[[psutil.Process], object] | None = None) -> tuple[float, float]:
-    """Run `python ARGUMENTS` and return its seconds and the peak memory in MB of it and all its descendants together.
-
-    Memory is the proportional set size: what several processes share counts once.
-
-    Args:
-        look: called with each of these processes at each poll.
-
-    Raises:
-        SystemExit: it failed.
-    """
-    start, peak_bytes = time.perf_counter(), 0
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
-    with subprocess.Popen(
-        [sys.executable, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        watched = psutil.Process(process.pid)
-        while True:
-            try:
-                _, errors = process.communicate(timeout=poll_sec)
-                break
-            except subprocess.TimeoutExpired:
-                with suppress(psutil.Error, FileNotFoundError, ProcessLookupError):  # one of them has just ended
-                    family = [watched, *watched.children(recursive=True)]
-                    peak_bytes = max(peak_bytes, sum(one.memory_full_info().pss for one in family))
-                    if look is not None:
-                        for one in family:
-                            look(one)
-    if process.returncode:
-        raise SystemExit(f'{" ".join(map(str, arguments))} failed:\n{errors[-3000:]}')
-    return time.perf_counter() - start, peak_bytes / 1e6
