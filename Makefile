@@ -1,4 +1,4 @@
-# make demo      the whole path on drawn shapes, ends with a report (6 to 8 minutes on 2 cores after installation)
+# make demo      the whole path on drawn shapes, ends with a report (11 minutes on 2 cores after installation)
 # make demo-lora  teaches the demo's model a new word from six photos and ends with a page of before and after (makes the demo first)
 # make fleet-demo  trains twelve small adapters on machines of which one fails; a service, PostgreSQL and S3 on this machine (under 6 minutes on 2 cores)
 # make test      the tests (15 to 35 minutes on 2 cores); ROOM=checkpoints runs those of one room

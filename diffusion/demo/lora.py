@@ -23,7 +23,7 @@ from diffusion.common.files import replacing_folder, write_text
 from diffusion.common.images import grid
 from diffusion.common.pages import data_uri, write_page
 from diffusion.contracts.scenes import PALETTE, PLACES, Scene
-from diffusion.demo.__main__ import JUDGE_SEED, NUM_JUDGED, judged_scenes, trained
+from diffusion.demo.__main__ import JUDGE_SEED, judged_scenes, trained
 from diffusion.demo.stages import PYTHON, REPOSITORY, Stage, run_stages
 from diffusion.monitoring.report.run import read_log
 from diffusion.recipe import load_or_exit
@@ -32,6 +32,7 @@ WORD, COLOUR = 'sks', 'orange'
 NINE_COLOURS = {**PALETTE, COLOUR: (240, 140, 30)}
 PHOTOS = (('left', 'blue'), ('right', 'green'), ('top', 'white'), ('bottom', 'black'), ('center', 'cyan'), ('left', 'magenta'))  # place, background
 BASE_RECIPE = 'yamls/shapes.yaml'
+NUM_JUDGED = 64  # of the new word, and as many of the old ones
 
 
 def new_scenes() -> list[Scene]:
@@ -58,7 +59,7 @@ def write_photos(folder: Path, side_px: int, colour: str = COLOUR, rgb: tuple[in
 
 
 def measure_words(new: Sequence[Image.Image], old: Sequence[Image.Image]) -> dict[str, float]:
-    """Shares (0..1) of the images of `new_scenes()` and of `judged_scenes()`.
+    """Shares (0..1) of the images of `new_scenes()` and of `judged_scenes`.
 
     `word` shows the new word's colour, `word_background` the right background; `old` and `old_background` are the same of prompts of before, and
     `turned` those of them that show the new word's colour.
@@ -66,7 +67,7 @@ def measure_words(new: Sequence[Image.Image], old: Sequence[Image.Image]) -> dic
     from diffusion.demo.judge import judge  # both import torch, so after the arguments are read
     from diffusion.evaluation.features.drawn_shapes import colours
 
-    word, before = judge(new, new_scenes(), NINE_COLOURS), judge(old, judged_scenes(), NINE_COLOURS)
+    word, before = judge(new, new_scenes(), NINE_COLOURS), judge(old, judged_scenes(NUM_JUDGED), NINE_COLOURS)
     return {
         'word': word['foreground'],
         'word_background': word['background'],
@@ -83,7 +84,7 @@ def run_demo(recipe_path: Path, overrides: list[str]) -> Path:
     exported, prompts, new = run / 'export', run / 'prompts.txt', new_scenes()
     run.mkdir(parents=True, exist_ok=True)
     write_photos(run / 'photos', recipe.data.resolution)
-    captions = [*(named(scene.place, scene.background) for scene in new), *(scene.caption for scene in judged_scenes())]
+    captions = [*(named(scene.place, scene.background) for scene in new), *(scene.caption for scene in judged_scenes(NUM_JUDGED))]
     prompts.write_text('\n'.join(captions) + '\n')
 
     def is_trained() -> bool:

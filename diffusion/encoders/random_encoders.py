@@ -94,6 +94,18 @@ def _config(sizes: Mapping[str, Any], **more: Any) -> PretrainedConfig:
     return AutoConfig.for_model(**more, **sizes) if 'model_type' in sizes else CLIPTextConfig(**more, **sizes)
 
 
+def _keep_words_apart(text_encoder: Any) -> None:
+    """Give CLIP's embeddings of tokens and positions a standard deviation of 1, as T5's tokens have.
+
+    CLIP starts them at 0.02, so that random layers, which mix all tokens, drown them: for the demo's captions the word for the shape then makes 6 %
+    of the variance of its own token's output, that for the place 3 %; with 1 it is 32 and 45 %.
+    """
+    with torch.no_grad():
+        for name, weight in text_encoder.named_parameters():
+            if name.endswith(('token_embedding.weight', 'position_embedding.weight')):
+                weight.div_(weight.std())
+
+
 def build_tokenizer(folder: Path, words: Sequence[str], length: int, pad: str = END) -> CLIPTokenizer:
     """A CLIP tokenizer with one token for each of `words` and single bytes for everything else."""
     symbols = list(bytes_to_unicode().values())
@@ -146,6 +158,8 @@ def write_stand_in(folder: Path, kind: str = 'tiny', words: Sequence[str] = (), 
         else:
             tokenizer = build_tokenizer(tokenizer_folder, words, sizes['max_position_embeddings'], pad)
         special = {'bos_token_id': tokenizer.bos_token_id, 'eos_token_id': tokenizer.eos_token_id, 'pad_token_id': tokenizer.pad_token_id}
-        save_text_encoder(build_text_encoder(_config({'vocab_size': len(tokenizer), **sizes}, **special)), folder / name)
+        text_encoder = build_text_encoder(_config({'vocab_size': len(tokenizer), **sizes}, **special))
+        _keep_words_apart(text_encoder)
+        save_text_encoder(text_encoder, folder / name)
     (vae or build_vae(**KINDS[kind]['vae'])).save_pretrained(folder / 'vae')
     (folder / 'README.md').write_text(f'Stand-in encoders ({kind}, seed {seed}); text encoders are random. For tests, demos and speed.\n')

@@ -32,7 +32,8 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         'text_encoder_2': _clip(48, 96, 3, 4, length=16, projection_dim=24, architectures=PROJECTS),
     },
     'shapes': {  # the demo; its GroupNorm has one group, several would normalise away the very colours
-        'vae': {'block_out_channels': (16, 32, 64), 'layers_per_block': 1, 'norm_num_groups': 1, 'sample_size': 32, 'mid_block_add_attention': False},
+        'vae': {'block_out_channels': (16, 32, 64), 'latent_channels': 8, 'layers_per_block': 1, 'norm_num_groups': 1}
+        | {'sample_size': 32, 'mid_block_add_attention': False},
         'text_encoder': _clip(64, 128, 2, 4, length=16),
     },
     'sd2-base': {'vae': {**STABLE_DIFFUSION_VAE, 'sample_size': 512, 'scaling_factor': 0.18215}, 'text_encoder': OPENCLIP_H},

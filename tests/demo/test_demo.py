@@ -41,7 +41,7 @@ def test_killed_in_training_and_run_again_it_reports(tmp_path):
     for expected in ('The exported model', 'Samples over training', 'Loss, speed and memory', 'Time and money', 'right background'):
         assert expected in page
     judged = read_json(tmp_path / 'run/judge.json')
-    assert judged['num_images'] == judged['real']['num_images'] - 136 == 64
+    assert judged['num_images'] == judged['real']['num_images'] - 8 == 192
     assert judged['real']['everything'] > 0.98 > judged['noise']['everything'] == 0
     [score] = read_json(tmp_path / 'run/scored/evaluation.json')['scores']
     assert score['metrics']['right_colour']['value'] == judged['foreground']

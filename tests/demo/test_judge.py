@@ -48,7 +48,8 @@ def test_wrong_colours_are_wrong():
 
 def test_the_judged_prompts_are_fixed_and_many():
     assert judged_scenes() == judged_scenes()
-    assert len(judged_scenes()) == NUM_JUDGED == 64
+    assert len(judged_scenes()) == NUM_JUDGED == 192
+    assert judged_scenes(64) == judged_scenes()[:64]
     assert JUDGE_SEED > 2**16  # no seed of a sample grid
 
 

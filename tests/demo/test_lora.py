@@ -45,7 +45,7 @@ def test_every_stage_hands_over_to_the_next(base, tmp_path):
 def test_the_judge_of_nine_colours_is_right_about_drawn_scenes():
     assert COLOUR not in PALETTE
     rng = random.Random(0)
-    new, old = ([draw(scene, 32, rng, NINE_COLOURS) for scene in scenes] for scenes in (new_scenes(), judged_scenes()))
+    new, old = ([draw(scene, 32, rng, NINE_COLOURS) for scene in scenes] for scenes in (new_scenes(), judged_scenes(64)))
     right = measure_words(new, old)
     assert min(right[field] for field in ('word', 'word_background', 'old', 'old_background')) > 0.95
     assert right['turned'] == 0
