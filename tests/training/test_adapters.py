@@ -101,7 +101,7 @@ def test_images_are_drawn_with_the_adapted_text_encoder(trained, base, tmp_path)
     plain = build_model(load(base, tmp_path / 'run'), torch.device('cpu'))
     plain.network = model.network  # with its adapter
     drawn, without = (each.generate(['a red circle'], 32, guidance=1.0, steps=2, seed=0).float() for each in (model, plain))
-    assert (drawn - without).abs().max() > 1
+    assert (drawn - without).abs().max() >= 1  # 0 without the adapter of the text encoder
     assert not model.encoders.text.encode(model.encoders.text.tokenize(['a'])).text.is_inference()
     with torch.no_grad():
         assert not model.encoders.text.encode(model.encoders.text.tokenize(['a'])).text.requires_grad

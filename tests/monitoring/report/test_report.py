@@ -29,7 +29,8 @@ PROMPTS = ['a red circle', 'a blue square', 'a green star']
 
 
 def write_run(folder, *overrides, log=LOG, prompts=PROMPTS, weights='ema', **environment):
-    recipe = load_recipe(REPOSITORY / 'yamls/shapes.yaml', [f'run_folder={folder}', 'model.encoders.source=.', *overrides])
+    own = [f'run_folder={folder}', 'model.encoders.source=.', 'train.duration=600ba', 'batch.global_size=64', 'batch.micro_size=64']
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes.yaml', [*own, 'data.caption_dropout=0.1', *overrides])
     (folder / 'samples').mkdir(parents=True)
     (folder / 'recipe.yaml').write_text(to_yaml(recipe))
     (folder / 'environment.json').write_text(
