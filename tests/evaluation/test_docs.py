@@ -137,7 +137,7 @@ def test_the_shapes_are_scored_as_the_demo_scores_them(here):
     [line] = commands(PAGE)[SHAPES]
     given = dict(zip(*[iter(shlex.split(line.partition('runs/shapes/export ')[2]))] * 2, strict=True))
     samples = load_recipe(REPOSITORY / 'yamls/shapes.yaml', ['model.encoders.source=.']).log.samples
-    expected = {'--samples': NUM_JUDGED, '--seed': JUDGE_SEED, '--metrics': METRICS, '--guidance': samples.guidance, '--steps': samples.steps}
+    expected = {'--samples': NUM_JUDGED, '--seed': JUDGE_SEED, '--metrics': METRICS, '--guidance': f'{samples.guidance:g}', '--steps': samples.steps}
     assert {name: given[name] for name in expected} == {name: str(value) for name, value in expected.items()}
     run_here(*words_of(line))
     assert 'right_shape' in read_evaluation(here / 'runs/shapes/scored')['scores'][0]['metrics']
