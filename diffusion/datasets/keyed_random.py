@@ -58,7 +58,9 @@ def random_bits(seed: int, sample_key: Tensor, draw: Draw, count: int) -> Tensor
     Equal for no two of: seeds and epochs below 2^32, ids, occurrences below 2^24, draws.
     """
     epoch, sample_id, occurrence = sample_key.split(1, dim=1)  # (B, 1) each
-    block = torch.arange(-(-count // 4), device=sample_key.device)[None]  # (1, ceil(count / 4))
+    # The epoch's upper half is 0, which no compiler knows. A counter that it knew whole would be an index to Inductor, which multiplies those in 32
+    # bits on a GPU.
+    block = torch.arange(-(-count // 4), device=sample_key.device)[None] + (epoch >> 32)  # (B, ceil(count / 4))
     counter = (block, int(draw) | occurrence << 8, sample_id & MASK, sample_id >> 32 & MASK)
     key = (torch.full_like(epoch, seed & MASK), epoch & MASK)
     return torch.stack(philox(counter, key), dim=-1).flatten(1)[:, :count]
