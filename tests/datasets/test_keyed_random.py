@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from diffusion.datasets.keyed_random import Draw, integers, normal, philox, random_bits, uniform
+from diffusion.datasets.keyed_random import Draw, integers, normal, philox, random_bits, random_order, uniform
 
 
 def keys(count, epoch=0, first=0, occurrence=0):
@@ -82,3 +82,18 @@ def test_uniform_and_integers():
     assert len(counts) == 1000  # 0 .. 999, the first and the last included
     chi_squared = ((counts - 100) ** 2 / 100).sum()
     assert abs(chi_squared - 999) < 4 * math.sqrt(2 * 999)
+
+
+def test_the_kernels_of_a_gpu_compile(tmp_path):
+    """Inductor once wrote a product of the counter as an index of 32 bits, in which Philox's multipliers do not fit."""
+    from tests.families.gpu_kernels import compile_kernels  # imports Inductor, which takes seconds
+
+    def draws(key):
+        return (
+            normal(1, key, Draw.NOISE, (4, 8, 8)),
+            uniform(1, key, Draw.ROUTING, 9),
+            integers(1, key, Draw.CAPTION, 5),
+            random_order(1, key, Draw.CROP),
+        )
+
+    assert compile_kernels(draws, [keys(8)], tmp_path) >= 3
