@@ -284,7 +284,8 @@ def _confirm_uploads(bucket: Bucket, folder: str, files: dict[str, FileContent])
             sha256 = found.sha256 if is_told else bucket.sha256_of(f'{folder}/{name}')
             if sha256 == content.sha256:
                 continue
-        raise RequestRejected(422, f'{name}: {found.num_bytes:,} bytes are in the storage and not those {content.bytes:,} that were announced')
+        found_text = f'{found.num_bytes:,} bytes are in the storage, {content.bytes:,} were announced'
+        raise RequestRejected(422, f'{name}: {found_text}, or their SHA-256 differ; upload it again')
 
 
 def _stored(files: dict[str, FileContent]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def act_on_machine(name: str, action: str, said: MachineAction, operator: Operat
     with service.database.transaction() as connection:
         row = connection.execute('select state from node where name = %s for update', [name]).fetchone()
         if row is None:
-            raise RequestRejected(404, f'there is no machine {name}')
+            raise RequestRejected(404, f'there is no machine {name}; `nodes` lists them')
         state: str = ACTIONS[action]
         if action == 'drain' and row['state'] != NodeState.LIVE:
             raise RequestRejected(409, f'{name} is {row["state"]} already; only live machines are drained')

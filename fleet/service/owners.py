@@ -6,10 +6,12 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 from uuid import UUID
 
 from anyio import from_thread
@@ -17,6 +19,7 @@ from fastapi import APIRouter, Header, Query, Request
 from psycopg.types.json import Jsonb
 from starlette.requests import ClientDisconnect
 
+from data_prep.crawling.addresses import is_allowed
 from diffusion.common.files import parse_json_object
 from diffusion.common.text import counted
 from fleet.jobs.checking import check_job, judgement_key, queue_mistakes
@@ -138,6 +141,10 @@ def _refuse_inputs_of_others(service: FleetService, owner: Account, spec: JobSpe
         if not INSIDE.fullmatch(inside := service.bucket.name_of(given.url) or '') or not inside.startswith(allowed)
     ]
     errors += queue_mistakes(spec, may_be_http=bool(service.notices_to))
+    host = urlsplit(spec.notify.webhook or '').hostname
+    with suppress(ValueError):  # names are looked up when they are told
+        if host is not None and not is_allowed(str(ip_address(host)), service.notices_to):
+            errors.append(f'notify.webhook: {host} is no address of the public internet, nor in a network of --allow-notices-to')
     if errors:
         raise JobError(source, errors)
 

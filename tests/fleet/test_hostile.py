@@ -248,6 +248,13 @@ def test_names_of_inputs_are_not_rewritten_on_the_way(inside, service, tokens): 
     assert 'inputs.subject.url' in answer.json()['errors'][0]
 
 
+@pytest.mark.parametrize('host', ['127.0.0.1', '169.254.169.254', '[::1]', '[::ffff:10.0.0.1]'])
+def test_addresses_of_inner_networks_are_refused_at_once(host, service, tokens):  # noqa: F811
+    answer = submit(service, tokens['ann'], spec(notify={'webhook': f'https://{host}/done'}))
+    assert answer.status_code == 422
+    assert host.strip('[]') in answer.json()['errors'][0]
+
+
 def test_slow_submissions_leave_threads_to_machines(service, tokens):  # noqa: F811
     """16 at once, of jobs that are all different: some are told to come again, and a machine is answered within seconds."""
     node = Node(service, tokens['pool'])

@@ -312,7 +312,7 @@ def test_operators_commands(desk, tmp_path, photos):
     assert 'slow' in desk.run('nodes', name='root')[1]
     assert desk.run('readmit', 'node', name='root')[1] == 'node is live\n'
     code, _, said = desk.run('ban', 'other', name='root')
-    assert (code, said) == (2, 'there is no machine other\n')
+    assert (code, said) == (2, 'there is no machine other; `nodes` lists them\n')
     _, out, _ = desk.run('owners', 'carla', '--create', '--budget-dollars', '0.001', name='root')
     assert re.search(r'its token, shown once: fleet-owner-\S{43}\nthe key of its notices, shown once: [0-9a-f]{64}\n', out)
     assert 'shown' not in desk.run('owners', 'carla', '--max-leased', '3', name='root')[1]
