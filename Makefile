@@ -1,14 +1,14 @@
 # make demo      the whole path on drawn shapes, ends with a report (11 minutes on 2 cores after installation)
 # make demo-lora  teaches the demo's model a new word from six photos and ends with a page of before and after (makes the demo first)
 # make fleet-demo  trains twelve small adapters on machines of which one fails; a service, PostgreSQL and S3 on this machine (under 6 minutes on 2 cores)
-# make test      the tests (15 to 35 minutes on 2 cores); ROOM=checkpoints runs those of one room
-# make test-faults   all of tests/faults; make test runs only the short ones (under 20 minutes on 2 cores)
-# make test-fast  the test files that take less than three seconds: for work in progress
+# make test      the files of tests that take less than a minute (10 minutes on 2 cores); ROOM=checkpoints runs all files of one room
+# make test-faults   all of tests/faults (under 20 minutes on 2 cores)
+# make test-fast  the files of tests that take less than three seconds: for work in progress
 # make test-changed  tests of what differs from origin/main and of what imports it; COMMIT=HEAD compares with another commit
 # make test-image   builds and runs the container image without docker; needs root, buildah and mmdebstrap
 # make test-slurm   runs launch/slurm on a Slurm of two nodes on this machine; needs root, slurmctld, slurmd, slurm-client and munge
 # make test-all  all tests, including long repetitions of what make test does once (over an hour on 2 cores)
-# make test-turn  a seventh of those long tests, another seventh every few hours of commits: before you push
+# make test-turn  a seventh of all other tests, another seventh every few hours of commits: CI runs it after make test
 # make test-oldest  make test on the oldest supported versions (tests/oldest.txt), in .venv-oldest
 # make bench     a small throughput sweep of this machine with a report (3 minutes on 2 cores); run again to resume
 # make gpu-check   measures this GPU against the predictions, in slices of 9 minutes; a small form on a CPU (under 6 minutes on 2 cores)
@@ -44,19 +44,19 @@ fleet-demo: .venv/installed-dev
 	$(BIN)/python -m diffusion.demo.fleet
 
 test: .venv/installed-dev
-	$(PYTEST) $(ROOM:%=tests/%) || { $(call ONCE_MORE); }
+	$(PYTEST) $(if $(ROOM),$(ROOM:%=tests/%),--under 60) || { $(call ONCE_MORE); }
 
 test-faults: .venv/installed-dev
 	$(PYTEST) -m '' tests/faults || { $(call ONCE_MORE,-m '' tests/faults); }
 
 test-turn: .venv/installed-dev
-	$(PYTEST) -m long --turn || { $(call ONCE_MORE,-m long --turn); }
+	$(PYTEST) -m '' --turn || { $(call ONCE_MORE,-m '' --turn); }
 
 test-changed: .venv/installed-dev
 	@tests=$$($(BIN)/python -m tests.changed $(COMMIT)) && test -n "$$tests" || { echo 'Nothing differs.'; exit; }; $(PYTEST) $$tests
 
 test-fast: .venv/installed-dev
-	$(PYTEST) --fast
+	$(PYTEST) --under 3
 
 test-image: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' tests/launch/test_container.py

@@ -1,11 +1,13 @@
-"""Which tests run, and in what order: the files that take longest first, long tests in turns, and tests in quarantine, which cannot fail a run.
+"""Which tests run, and in what order: the files that take longest first, slow files and long tests in turns, and tests in quarantine, which cannot fail a
+run.
 
-`tests/seconds.json` has the seconds of each file that took FAST_SEC or more in the last recorded run; `pytest --record` writes it.
+`tests/seconds.json` has the seconds of each file that took RECORDED_SEC or more in the last recorded run; `pytest --record` writes it.
 """
 
 import json
 import subprocess
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from zlib import crc32
 
@@ -14,7 +16,8 @@ import pytest
 TESTS = Path(__file__).parent
 SECONDS = TESTS / 'seconds.json'
 QUARANTINE = TESTS / 'quarantine.txt'
-FAST_SEC = 3
+RECORDED_SEC = 3
+SLOW_SEC = 60  # of a file: with those that take longer `make test` would take three quarters of an hour
 NUM_TURNS = 7
 # One commit a day and one every few hours both go through all turns: a day has six periods, and there are seven turns.
 TURN_PERIOD_SEC = 4 * 3600
@@ -22,8 +25,8 @@ TURN_PERIOD_SEC = 4 * 3600
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup('this repository')
-    group.addoption('--fast', action='store_true', help=f'leave out the files of tests that take {FAST_SEC} s or more')
-    group.addoption('--turn', action='store_true', help=f'of the files that are chosen, the seventh ({NUM_TURNS} turns) that this commit has to run')
+    group.addoption('--under', type=float, metavar='SEC', help='leave out the files of tests that take so long or longer')
+    group.addoption('--turn', action='store_true', help=f'of long tests and files of {SLOW_SEC} s or more the seventh that this commit has to run')
     group.addoption('--record', action='store_true', help=f'write the seconds of each file that ran to {SECONDS.relative_to(TESTS.parent)}')
 
 
@@ -31,11 +34,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seconds = json.loads(SECONDS.read_text())
     left_out = set()
-    if config.getoption('fast'):
-        left_out |= {item for item in items if seconds.get(_file(item.nodeid), 0) >= FAST_SEC}
+    if (limit_sec := config.getoption('under')) is not None:
+        left_out |= {item for item in items if seconds.get(_file(item.nodeid), 0) >= limit_sec}
     if config.getoption('turn'):
         committed = int(subprocess.check_output(['git', 'show', '--no-patch', '--format=%ct', 'HEAD'], cwd=TESTS))
-        left_out |= {item for item in items if turn_of(_file(item.nodeid)) != committed // TURN_PERIOD_SEC % NUM_TURNS}
+        turns = turns_of_slow_files(seconds)
+        for item in items:
+            file = _file(item.nodeid)
+            is_apart = file in turns or item.get_closest_marker('long')
+            if not is_apart or turns.get(file, turn_of(file)) != committed // TURN_PERIOD_SEC % NUM_TURNS:
+                left_out.add(item)
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
@@ -47,8 +55,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def turn_of(file: str) -> int:
-    """Return the turn in which the tests of a file run: together, since they share what they are set up with."""
+    """Return the turn in which the long tests of a file run: together, since they share what they are set up with."""
     return crc32(file.encode()) % NUM_TURNS
+
+
+def turns_of_slow_files(seconds: Mapping[str, float]) -> dict[str, int]:
+    """Return the turn of each slow file: the longest first, each into the turn that is the shortest until then."""
+    turns, taken_sec = {}, [0.0] * NUM_TURNS
+    for file, sec in sorted(seconds.items(), key=lambda item: (-item[1], item[0])):
+        if sec >= SLOW_SEC:
+            turns[file] = taken_sec.index(min(taken_sec))
+            taken_sec[turns[file]] += sec
+    return turns
 
 
 def quarantined() -> dict[str, str]:
@@ -72,7 +90,7 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[_file(report.nodeid)] += report.duration
         known = {**self.known, **self.seconds}
-        known = {name: round(known[name]) for name in sorted(known) if known[name] >= FAST_SEC and (TESTS / name).is_file()}
+        known = {name: round(known[name]) for name in sorted(known) if known[name] >= RECORDED_SEC and (TESTS / name).is_file()}
         SECONDS.write_text(json.dumps(known, indent=0) + '\n')
 
 

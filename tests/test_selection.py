@@ -8,7 +8,7 @@ import pytest
 
 from tests.changed import tests_of as chosen_for
 from tests.conftest import REPOSITORY
-from tests.selection import NUM_TURNS, TURN_PERIOD_SEC, quarantined, turn_of
+from tests.selection import NUM_TURNS, SECONDS, SLOW_SEC, TURN_PERIOD_SEC, quarantined, turn_of, turns_of_slow_files
 
 pytest_plugins = ['pytester']
 
@@ -21,6 +21,11 @@ def test_regular_commits_go_through_all_turns(apart_sec):
 def test_each_turn_has_its_share():
     turns = [turn_of(f'faults/test_{number}.py') for number in range(700)]
     assert all(60 < turns.count(turn) < 140 for turn in range(NUM_TURNS))
+    seconds = json.loads(SECONDS.read_text())
+    slow = turns_of_slow_files(seconds)
+    assert slow.keys() == {file for file, sec in seconds.items() if sec >= SLOW_SEC}
+    sums = [sum(seconds[file] for file, turn in slow.items() if turn == number) for number in range(NUM_TURNS)]
+    assert max(sums) - min(sums) <= max(seconds.values())
 
 
 def test_whoever_is_in_quarantine_exists_and_has_a_reason():
@@ -71,4 +76,4 @@ def test_quarantine_order_and_record(pytester):
     assert ran.ret == 0
     assert json.loads((folder / 'seconds.json').read_text()) == {}
     (folder / 'seconds.json').write_text('{"test_slow.py": 9}')
-    pytester.runpytest_subprocess('--fast', '-p', 'no:cacheprovider').assert_outcomes(xfailed=1, deselected=1)
+    pytester.runpytest_subprocess('--under', '9', '-p', 'no:cacheprovider').assert_outcomes(xfailed=1, deselected=1)
