@@ -28,7 +28,7 @@ from diffusion.common.storage import LocalFolder
 from diffusion.common.text import counted, print_message
 from diffusion.contracts.compositions import CATEGORIES, Composition, coloured, random_composition
 from diffusion.contracts.errors import BAD_INPUT, DataError
-from diffusion.contracts.scenes import PALETTE, PLACES, SIZES, Scene, random_scene, vocabulary
+from diffusion.contracts.scenes import ARM, NEW_SHAPE, PALETTE, PLACES, SIZES, Scene, random_scene, vocabulary
 
 __all__ = ['PALETTE', 'PLACES', 'SIZES', 'Scene', 'draw', 'random_scene', 'vocabulary', 'write_shard']
 
@@ -56,6 +56,9 @@ def _drawn(
             pen.ellipse((x - r, y - r, x + r, y + r), fill=fill)
         elif shape == 'square':
             pen.rectangle((x - 0.85 * r, y - 0.85 * r, x + 0.85 * r, y + 0.85 * r), fill=fill)
+        elif shape == NEW_SHAPE:
+            pen.rectangle((x - r, y - ARM * r, x + r, y + ARM * r), fill=fill)
+            pen.rectangle((x - ARM * r, y - r, x + ARM * r, y + r), fill=fill)
         else:
             pen.polygon([(x, y - r), (x - r, y + 0.8 * r), (x + r, y + 0.8 * r)], fill=fill)
     return image.resize((side_px, side_px), Image.Resampling.BOX)

@@ -18,6 +18,8 @@ PALETTE: dict[str, tuple[int, int, int]] = {
     'black': (20, 20, 20),
 }
 SHAPES = ('circle', 'square', 'triangle')
+NEW_SHAPE = 'cross'  # in no caption and no image of a base: what its adapters learn
+ARM = 0.3  # half the width of a cross's arms, in half sides
 SIZES = {'small': 0.19, 'large': 0.3}  # half the side of the shape, in image sides
 PLACES = {'left': (0.34, 0.5), 'right': (0.66, 0.5), 'top': (0.5, 0.34), 'bottom': (0.5, 0.66), 'center': (0.5, 0.5)}
 

@@ -13,18 +13,18 @@ from PIL import Image
 
 from data_prep.shapes import draw
 from diffusion.common.images import to_pil
-from diffusion.contracts.scenes import PALETTE, Scene, Verdict, random_scene
+from diffusion.contracts.scenes import Scene, Verdict, random_scene
 from diffusion.encoders.frozen import Vae
-from diffusion.evaluation.features.drawn_shapes import Palette, look
+from diffusion.evaluation.features.drawn_shapes import look
 from diffusion.evaluation.job.results import Evaluation
 
 NUM_CALIBRATED = 200
 FIELDS = ('colour', 'background', 'shape', 'size', 'place')  # of a scene
 
 
-def judge(images: Sequence[Image.Image], scenes: Sequence[Scene], palette: Palette = PALETTE) -> Verdict:
+def judge(images: Sequence[Image.Image], scenes: Sequence[Scene]) -> Verdict:
     """How many of the images show what their scenes say."""
-    seen = [look(image, palette) for image in images]
+    seen = [look(image) for image in images]
     right = [[getattr(one, field) == getattr(scene, field) for field in FIELDS] for one, scene in zip(seen, scenes, strict=True)]
     return _verdict(len(right), [sum(column) / len(right) for column in [*zip(*right, strict=True), map(all, right)]])
 

@@ -7,7 +7,7 @@ none overlaps well there is no shape. Soft edges and corners, which small autoen
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,15 +16,13 @@ from scipy import ndimage
 from torch import Tensor
 
 from diffusion.contracts.errors import DataError
-from diffusion.contracts.scenes import PALETTE, PLACES, SHAPES, SIZES, Scene
-
-Palette = Mapping[str, tuple[int, int, int]]
+from diffusion.contracts.scenes import ARM, NEW_SHAPE, PALETTE, PLACES, SHAPES, SIZES, Scene
 
 LEAST_OVERLAP = 0.8  # of an area and a shape as large (intersection over union); real ones have 0.9 and more
 SMALLEST_AREA = 0.01  # of the image; the smallest shape that is drawn, a small triangle, covers 6 %
 # Of a shape whose half side (as SIZES has it) is 1: its area, and how far its centre of mass is below its place.
-AREA = {'circle': math.pi, 'square': 1.7**2, 'triangle': 1.8}
-CENTRE = {'circle': 0.0, 'square': 0.0, 'triangle': 0.2}
+AREA = {'circle': math.pi, 'square': 1.7**2, 'triangle': 1.8, NEW_SHAPE: 4 * (2 * ARM - ARM**2)}
+CENTRE = {'circle': 0.0, 'square': 0.0, 'triangle': 0.2, NEW_SHAPE: 0.0}
 
 WORDS: dict[str, tuple[str, ...]] = {
     'colour': tuple(PALETTE),
@@ -35,7 +33,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 """Fields of a scene and the words that each may hold: the order of an embedding."""
 DIMENSION = sum(map(len, WORDS.values()))
-RULE = [LEAST_OVERLAP, SMALLEST_AREA, AREA, CENTRE, PALETTE, SIZES, PLACES, WORDS]
+RULE = [LEAST_OVERLAP, SMALLEST_AREA, *({shape: lengths[shape] for shape in SHAPES} for lengths in (AREA, CENTRE)), PALETTE, SIZES, PLACES, WORDS]
 """Constants that an embedding depends on; their digest is in protocols, because there are no weights."""
 
 
@@ -68,9 +66,9 @@ def agreement(drawn: Tensor, texts: Tensor) -> dict[str, Tensor]:
     return {**right, 'everything': torch.stack(list(right.values())).amin(dim=0)}
 
 
-def colours(image: Image.Image, palette: Palette = PALETTE) -> tuple[str, str]:
+def colours(image: Image.Image) -> tuple[str, str]:
     """(foreground, background): the commonest colour of the border, and the commonest other colour inside."""
-    names, known = list(palette), np.array(list(palette.values()), dtype=np.float32)  # (colours, 3)
+    names, known = list(PALETTE), np.array(list(PALETTE.values()), dtype=np.float32)  # (colours, 3)
     pixels = np.asarray(image.convert('RGB'), dtype=np.float32)  # (H, W, 3)
     nearest = ((pixels[:, :, None] - known) ** 2).sum(axis=-1).argmin(axis=-1)  # (H, W)
     border = max(1, len(nearest) // 16)
@@ -82,13 +80,13 @@ def colours(image: Image.Image, palette: Palette = PALETTE) -> tuple[str, str]:
     return names[np.argmax(counts)], names[background]
 
 
-def look(image: Image.Image, palette: Palette = PALETTE) -> Scene:
-    """Return the scene that the image shows; shape, size and place are '' where there is no shape."""
-    colour, background = colours(image, palette)
-    area = largest_area(image, palette[colour], palette[background])
+def look(image: Image.Image, shapes: Sequence[str] = SHAPES) -> Scene:
+    """Return the scene that the image shows, with one of these shapes; shape, size and place are '' where there is none of them."""
+    colour, background = colours(image)
+    area = largest_area(image, PALETTE[colour], PALETTE[background])
     if area is None:
         return Scene('', colour, '', '', background)
-    shape = nearest_shape(area)
+    shape = nearest_shape(area, shapes)
     if not shape:
         return Scene('', colour, '', '', background)
     half_side = math.sqrt(area.sum() / AREA[shape]) / len(area)  # in image sides
@@ -112,11 +110,11 @@ def largest_area(image: Image.Image, colour: tuple[int, int, int], background: t
     return labels == np.argmax(sizes) + 1 if np.max(sizes) >= SMALLEST_AREA * labels.size else None
 
 
-def nearest_shape(area: np.ndarray) -> str:
+def nearest_shape(area: np.ndarray, shapes: Sequence[str] = SHAPES) -> str:
     """The shape that the (H, W) bool area has; '' for none."""
     overlap = {}
-    for shape, ideal_area in AREA.items():
-        half_side = math.sqrt(area.sum() / ideal_area)  # in pixels
+    for shape in shapes:
+        half_side = math.sqrt(area.sum() / AREA[shape])  # in pixels
         y, x = _centre(area)
         v, u = np.meshgrid(np.arange(area.shape[0]) + 0.5 - y, np.arange(area.shape[1]) + 0.5 - x, indexing='ij')
         ideal = _inside(shape, u / half_side, v / half_side + CENTRE[shape])
@@ -137,4 +135,6 @@ def _inside(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
         return u**2 + v**2 <= 1
     if shape == 'square':
         return np.maximum(np.abs(u), np.abs(v)) <= 0.85
+    if shape == NEW_SHAPE:
+        return (np.maximum(np.abs(u), np.abs(v)) <= 1) & (np.minimum(np.abs(u), np.abs(v)) <= ARM)
     return (v <= 0.8) & (np.abs(u) <= (v + 1) / 1.8)
