@@ -29,6 +29,13 @@ PHASES = [str(REPOSITORY / f'yamls/sd2-base-{px}.yaml') for px in (256, 512)]
 TWO_PHASE = ['--gpu', 'a100-40gb', '--throughput', 'published:mosaicml-two-phase', '--price', '2', '--gpus', '8..128']
 
 
+@pytest.fixture(autouse=True)
+def without_runs(tmp_path, monkeypatch):
+    """In a folder that has the recipes alone: a demo's run in the checkout would be planned in place of what is published."""
+    (tmp_path / 'yamls').symlink_to(REPOSITORY / 'yamls')
+    monkeypatch.chdir(tmp_path)
+
+
 def planned(tmp_path, *arguments):
     path = tmp_path / 'plan.json'
     printed = run_here('diffusion.plan', *arguments, '--json', path)
