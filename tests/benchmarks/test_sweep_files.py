@@ -23,7 +23,7 @@ from tests.conftest import REPOSITORY, read_json, run_python
 
 SWEEPS = sorted((REPOSITORY / 'benchmarks/sweeps').glob('*.yaml'))
 SHAPES = str(REPOSITORY / 'yamls/shapes.yaml')
-SMALL = {'recipe': SHAPES, 'set': {'data.kind': 'synthetic', 'batch.micro_size': 8}, 'stand_in_encoders': True}
+SMALL = {'recipe': SHAPES, 'set': {'data.kind': 'synthetic', 'batch.global_size': 64, 'batch.micro_size': 8}, 'stand_in_encoders': True}
 
 
 @pytest.fixture
