@@ -8,7 +8,7 @@
 # make test-image   builds and runs the container image without docker; needs root, buildah and mmdebstrap
 # make test-slurm   runs launch/slurm on a Slurm of two nodes on this machine; needs root, slurmctld, slurmd, slurm-client and munge
 # make test-all  all tests, including long repetitions of what make test does once (over an hour on 2 cores)
-# make test-turn  a seventh of all other tests, another seventh every few hours of commits: CI runs it after make test
+# make test-turn  a seventh of the slower files, another seventh every few hours of commits: CI runs it after make test; LONG=yes takes long tests too
 # make test-oldest  make test on the oldest supported versions (tests/oldest.txt), in .venv-oldest
 # make bench     a small throughput sweep of this machine with a report (3 minutes on 2 cores); run again to resume
 # make gpu-check   measures this GPU against the predictions, in slices of 9 minutes; a small form on a CPU (under 6 minutes on 2 cores)
@@ -50,7 +50,7 @@ test-faults: .venv/installed-dev
 	$(PYTEST) -m '' tests/faults || { $(call ONCE_MORE,-m '' tests/faults); }
 
 test-turn: .venv/installed-dev
-	$(PYTEST) -m '' --turn || { $(call ONCE_MORE,-m '' --turn); }
+	$(PYTEST) --turn $(if $(LONG),-m '') || { $(call ONCE_MORE,--turn $(if $(LONG),-m '')); }
 
 test-changed: .venv/installed-dev
 	@tests=$$($(BIN)/python -m tests.changed $(COMMIT)) && test -n "$$tests" || { echo 'Nothing differs.'; exit; }; $(PYTEST) $$tests
