@@ -31,7 +31,7 @@ TWO_PHASE = ['--gpu', 'a100-40gb', '--throughput', 'published:mosaicml-two-phase
 
 @pytest.fixture(autouse=True)
 def without_runs(tmp_path, monkeypatch):
-    """In a folder that has the recipes alone: a demo's run in the checkout would be planned in place of what is published."""
+    """Plan in a folder that has the recipes alone: a demo's run in the checkout would be planned in place of what is published."""
     (tmp_path / 'yamls').symlink_to(REPOSITORY / 'yamls')
     monkeypatch.chdir(tmp_path)
 

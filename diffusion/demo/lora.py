@@ -64,14 +64,13 @@ def measure_words(new: Sequence[Image.Image], old: Sequence[Image.Image]) -> dic
     `word` shows the new word's shape in its colour, `word_background` the right background. `old` shows all that a prompt of before says, `turned`
     the new word's shape instead.
     """
-    from diffusion.demo.judge import judge  # both import torch, so after the arguments are read
-    from diffusion.evaluation.features.drawn_shapes import look
+    from diffusion.evaluation.features.drawn_shapes import look  # imports torch, so after the arguments are read
 
     shown, instead = ([look(image, (*SHAPES, SHAPE)) for image in images] for images in (new, old))
     return {
         'word': sum((one.shape, one.colour) == (SHAPE, COLOUR) for one in shown) / len(new),
         'word_background': sum(one.background == scene.background for one, scene in zip(shown, new_scenes(), strict=True)) / len(new),
-        'old': judge(old, judged_scenes(NUM_JUDGED))['everything'],
+        'old': sum(one == scene for one, scene in zip(instead, judged_scenes(NUM_JUDGED), strict=True)) / len(old),
         'turned': sum(one.shape == SHAPE for one in instead) / len(old),
     }
 

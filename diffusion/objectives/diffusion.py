@@ -138,7 +138,7 @@ class Velocity:
 
         The squared error of v is SNR + 1 times that of the clean latents; weighted, it is min(SNR + 1, gamma) times that. The paper's
         min(SNR, gamma) / (SNR + 1) is 0 at zero SNR: the timestep that zero terminal SNR exists for would have no gradient. diffusers' training
-        scripts have had both (pull requests 5238 and 6307); docs/performance.md compares them.
+        scripts have had both (pull requests 5238 and 6307); docs/recipes.md compares them.
         """
         return (snr + 1).clamp(max=gamma) / (snr + 1)
 

@@ -132,7 +132,7 @@ def _num_steps(recipes: Path, content: str) -> int:
 
 
 def _refuse_inputs_of_others(service: FleetService, owner: Account, spec: JobSpec, source: str) -> None:
-    """Raises JobError: an input lies where another owner's images are, or nowhere that can be signed."""
+    """Raises JobError: an input lies where another owner's images are or nowhere that can be signed, or no queue takes the job."""
     allowed = (f'owners/{owner.name}/inputs/', f'{SHARED}/')
     errors = [
         f'inputs.{name}.url: {given.url[:200]} is not below {" or ".join(f"{service.bucket.url}/{folder}" for folder in allowed)}; '

@@ -13,15 +13,13 @@ import torch
 import triton
 from torch import Tensor
 from torch._dynamo import device_interface
-from torch._inductor import compile_fx
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from tests.families.lowering import DebugContext, GraphLowering, an_h200, on_cuda
+from tests.families.lowering import an_h200, lowered_graph
 
 HOPPER = GPUTarget('cuda', 90, 32)
 IMPORTS = """import triton
@@ -55,11 +53,5 @@ def code_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> str:
     graph = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode='fake')(*inputs)
     device = SimpleNamespace(get_current_target=lambda: HOPPER, get_device_interface=lambda: torch.cuda, get_current_device=lambda: 0)
     triton_is_there = mock.patch.object(device_interface.CudaInterface, 'raise_if_triton_unavailable', staticmethod(lambda *_: None))
-    with an_h200(), triton_is_there, mock.patch.object(driver, '_active', device):
-        on_gpu, mode = on_cuda(graph)
-        with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
-            compile_fx._recursive_post_grad_passes(graph, is_inference=True)
-            lowering = GraphLowering(graph, example_inputs=on_gpu, shape_env=None, is_inference=True)
-            with V.set_graph_handler(lowering), torch.no_grad():
-                lowering.run(*on_gpu)
-                return lowering.codegen()[0].value
+    with an_h200(), triton_is_there, mock.patch.object(driver, '_active', device), lowered_graph(graph, is_inference=True) as (lowering, _):
+        return lowering.codegen()[0].value

@@ -152,6 +152,18 @@ def on_cuda(graph: GraphModule) -> tuple[list[Any], FakeTensorMode]:
     return inputs, mode
 
 
+@contextmanager
+def lowered_graph(graph: GraphModule, **kind: bool) -> Iterator[tuple[GraphLowering, FakeTensorMode]]:
+    """Lower a graph for CUDA; within the context Inductor's operations can be read and its code written."""
+    inputs, mode = on_cuda(graph)
+    with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
+        compile_fx._recursive_post_grad_passes(graph, is_inference=kind['is_inference'])
+        lowering = GraphLowering(graph, example_inputs=inputs, shape_env=None, **kind)
+        with V.set_graph_handler(lowering), torch.no_grad():
+            lowering.run(*inputs)
+            yield lowering, mode
+
+
 def lowered(step: Step) -> Callable[..., Any]:
     """Stands in for Inductor's compiler of one graph: adds what is in it to `step`, and returns a function that gives empty results."""
 
@@ -160,18 +172,13 @@ def lowered(step: Step) -> Callable[..., Any]:
         returned = [node.meta['val'] if isinstance(node, torch.fx.Node) else node for node in graph.graph.output_node().args[0]]
         compile_fx.record_original_output_strides(graph)
         compile_fx.view_to_reshape(graph)
-        inputs, mode = on_cuda(graph)
-        with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
-            compile_fx._recursive_post_grad_passes(graph, is_inference=False)
-            lowering = GraphLowering(graph, example_inputs=inputs, shape_env=None, is_inference=False, is_backward=backward)
-            with V.set_graph_handler(lowering), torch.no_grad():
-                lowering.run(*inputs)
-                step.convolutions.extend(each for each in map(convolution, lowering.operations) if each is not None)
-                step.atomic += sum(isinstance(getattr(each, 'data', None), ir.Scatter) for each in lowering.operations)
-                strides = [
-                    [int(stride) for stride in output.get_layout().stride] if isinstance(output, ir.IRNode) and output.has_tensor_output() else None
-                    for output in lowering.graph_outputs
-                ]
+        with lowered_graph(graph, is_inference=False, is_backward=backward) as (lowering, mode):
+            step.convolutions.extend(each for each in map(convolution, lowering.operations) if each is not None)
+            step.atomic += sum(isinstance(getattr(each, 'data', None), ir.Scatter) for each in lowering.operations)
+            strides = [
+                [int(stride) for stride in output.get_layout().stride] if isinstance(output, ir.IRNode) and output.has_tensor_output() else None
+                for output in lowering.graph_outputs
+            ]
         context = torch._guards.TracingContext.try_get()
         if not backward and context is not None and context.output_strides is not None:
             context.output_strides.extend(tuple(stride) if stride is not None else None for stride in strides)

@@ -87,7 +87,7 @@ def test_min_snr_published_numbers():
 
 
 def test_min_snr_trains_pure_noise():
-    """The timestep that zero terminal SNR exists for; and the noisiest 367 timesteps keep the share of the weight that docs/performance.md states."""
+    """The timestep that zero terminal SNR exists for; and the noisiest 367 timesteps keep the share of the weight that docs/recipes.md states."""
     alpha_bar = alphas_cumprod(Schedule(zero_terminal_snr=True))
     weights = loss_weight('v_prediction', alpha_bar, 5.0)
     assert weights[-1] == weights.max() == 1
