@@ -33,7 +33,7 @@ class Schedule:
     """Shape of beta over the timesteps; `scaled_linear` is Stable Diffusion's (linear in the square root of beta)."""
     beta_start: float = key(0.00085, 'First beta; ignored by `cosine`.')
     beta_end: float = key(0.012, 'Last beta; ignored by `cosine`.')
-    num_timesteps: int = key(1000, 'Number of noise levels T; timesteps run from 0 to T-1.', low=2)
+    num_timesteps: int = key(1000, 'Number of noise levels T; timesteps run from 0 to T-1.', low=2, high=100_000)
     zero_terminal_snr: bool = key(False)
     """Rescale so that the last timestep is pure noise (arXiv 2305.08891); needs v_prediction or sample prediction."""
 
@@ -188,8 +188,8 @@ class Data(CommonData):
 
 @dataclass
 class BatchSizes:
-    global_size: int = key(MISSING, 'Samples in one optimizer step, over all GPUs.', low=1)
-    micro_size: int | Literal['auto'] = key(MISSING, low=1, may_change=True)
+    global_size: int = key(MISSING, 'Samples in one optimizer step, over all GPUs.', low=1, high=LARGEST_COUNT)
+    micro_size: int | Literal['auto'] = key(MISSING, low=1, high=LARGEST_COUNT, may_change=True)
     """Samples in one forward and backward pass of one GPU; `auto` tries at the start which is the largest that fits, and stays there."""
 
 

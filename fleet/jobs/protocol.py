@@ -80,7 +80,7 @@ class EnrollRequest(ProtocolModel):
     image: LineOfText = Field('', max_length=MAX_IMAGE_CHARS, description='Digest of the container image that the worker runs in.')
     gpus: int = Field(1, ge=1, le=1024, description='How many one job gets.')
     version: LineOfText = Field('', max_length=MAX_GPU_CHARS, description='Of its installation.')
-    recipes: dict[Annotated[str, Field(max_length=200)], Sha256] = Field(
+    recipes: dict[Annotated[LineOfText, Field(max_length=200)], Sha256] = Field(
         {},
         max_length=MAX_RECIPES,
         description='Recipes that it has, {file name: SHA-256} of what they and those they are based on say, as JSON with sorted keys, the most '

@@ -46,7 +46,7 @@ def test_all_keys_of_recipes_are_explained(rows):
         ('optimizer', 'betas', False, 'a list of 2, each a number from 0 to 0.999999999', '`[0.9, 0.999]`'),
         ('optimizer', 'warmup', False, 'a duration in ba', '`10000ba`'),
         ('', 'name', True, 'a text', 'required'),
-        ('batch', 'micro_size', True, 'a whole number of at least 1 or `auto`', 'required'),
+        ('batch', 'micro_size', True, 'a whole number from 1 to 1000000000 or `auto`', 'required'),
         ('checkpoint', 'every', True, 'a duration in ba or sec of at least 1', '`1800sec`'),
         ('train', 'compile', True, 'one of network, blocks or null', '`null`'),
         ('data', 'streams', False, 'by name: section [data.streams.NAME](#datastreamsname) or null', '`{}`'),
