@@ -24,10 +24,9 @@ import torch
 
 from diffusion.checkpoints.reading import load_safely
 from tests.conftest import REPOSITORY
-from tests.faults.children import start
+from tests.faults.children import DEADLINE_SEC, start
 
 YAML = str(REPOSITORY / 'yamls/sd2-base-256.yaml')
-DEADLINE_SEC = 120
 
 
 def upstream_mended_it() -> NoReturn:

@@ -19,7 +19,8 @@ from diffusion.contracts.errors import INTERRUPTED, PREEMPTED
 from diffusion.faults import peers
 from diffusion.monitoring.report.run import read_log
 from tests.conftest import REPOSITORY
-from tests.faults.driver import AS_MODULE, DEADLINE_SEC, ON_PATH, Disturbed, Forked, hear_the_keyboard, launch_command
+from tests.faults.children import DEADLINE_SEC
+from tests.faults.driver import AS_MODULE, ON_PATH, Disturbed, Forked, hear_the_keyboard, launch_command
 
 
 class Screen:
