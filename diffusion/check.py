@@ -181,7 +181,7 @@ def encoders_of(recipe: Recipe, num_gpus: int) -> tuple[list[str], list[str]]:
         (source,) = rate_sources(None, None, [facts], [Cluster(gpu, memory_gb(gpu), num_gpus, GPUS_PER_NODE)])
     except RateError as error:
         return [f'{unknown} {one_line(error, 300)}'], []
-    encoder = encoder_of(facts, assumed, prices, price_of_run(recipe.cost, prices), gpu, [])
+    encoder = encoder_of(facts, assumed, prices, price_of_run(recipe.cost, prices), gpu)
     fleet = online_fleet(facts, source.rate(num_gpus).images_per_sec, encoder, assumed)
     return ([], []) if fleet is None else ([f'encoders: {fleet}'], fleet.warnings(recipe.name))
 

@@ -21,7 +21,7 @@ from diffusion.common.files import write_text
 from diffusion.common.text import counted, print_message, print_page
 from diffusion.contracts.errors import InputError, run_command
 from diffusion.cost.assumptions import Assumptions, draw_all, encoding_at, load_assumptions
-from diffusion.cost.encoders import encoder_of, read_encoding_rows
+from diffusion.cost.encoders import encoder_of
 from diffusion.cost.facts import Cluster, Counts, Facts, known_images, load_for_planning
 from diffusion.cost.formulas import Uncertain
 from diffusion.cost.hardware import MEMORY_GB, GpuCounts, gpu_counts, gpu_without_kernels, memory_gb
@@ -63,7 +63,6 @@ class PlanRequest(PriceOptions):
     assume: list[str] = option([], 'changes diffusion/cost/assumptions.yaml; repeatable', 'key=value')
     assumptions: Path | None = option(None, 'what differs from diffusion/cost/assumptions.yaml', 'FILE')
     bill_gpus: PositiveInt | None = option(None, 'the number of GPUs of the bill (default: the most of --gpus that fit)', 'N')
-    encoding_rates: Path | None = option(None, 'images/s of encoders, measured; docs/cost.md has the keys of a row', 'FILE')
     json_: Path | None = option(None, 'write the table of rows, unrounded', 'FILE')
 
     @model_validator(mode='after')
@@ -103,8 +102,7 @@ def make_plan(request: PlanRequest) -> ProjectPlan:
         if errors := starts_before_the_end(one.recipe, one.num_batches):
             raise RecipeError(one.name, errors)
     sources = rate_sources(request.throughput, request.mfu, facts, clusters)
-    measured = [] if request.encoding_rates is None else read_encoding_rows(request.encoding_rates)
-    encoders = [encoder_of(one, assumed, prices, price, gpu, measured) for one in facts]
+    encoders = [encoder_of(one, assumed, prices, price, gpu) for one in facts]
     columns = [column(facts, sources, cluster, assumed, encoders) for cluster in clusters]
 
     # The bill is for the number of GPUs that was asked for, or the most on which the recipes are sound and fit, else are sound.

@@ -640,19 +640,15 @@ def test_ways_to_encode_are_compared_where_there_is_something_to_encode(tmp_path
 
 
 def test_too_few_encoders_slow_the_plan_down_and_are_in_its_bill(tmp_path):
-    rows = tmp_path / 'encode.jsonl'
-    rows.write_text(
-        json.dumps({'kind': 'encode', 'engine': 'ray', 'device': 'NVIDIA A10G', 'resolution': 256, 'images_per_sec': 100, 'with_text': False})
-    )
-    plan, printed = planned(tmp_path, PHASES[0], *ENCODED, *ON_A10G, '--encoding-rates', rows)
+    measured = [*ENCODED, *ON_A10G, '--assume', 'online.images_per_encoder_sec=100']
+    plan, printed = planned(tmp_path, PHASES[0], *measured)
     (phase,) = plan['columns'][0]['phases']
     assert (phase['origin'], phase['throughput'], phase['encoders that keep up']) == ('limited', 2000, 45)
     assert phase['MFU'] == pytest.approx(2000 / 32 * 539.31e9 / 3.12e14, rel=1e-4)
     (line,) = [line for line in plan['bill'] if line['what'] == 'encoders, sd2-base-256']
     assert line['quantity'][1] == pytest.approx(20 * phase['hours'], rel=0.05)  # and what interrupts training
     assert line['price']['name'] == 'gpu_hour.a10g.on-demand'
-    assert 'training would run at about 49 % of its speed (measured); set data.encoders.ray.actors=45' in text_of(printed)
-    assert '20 on a10g; 45 keep up with 4,100 images/s of training (predicted) at 100 images/s each (measured: NVIDIA A10G' in text_of(printed)
-    enough, _ = planned(tmp_path, PHASES[0], *ENCODED, *ON_A10G, 'data.encoders.ray.actors=45', '--encoding-rates', rows)
+    assert 'training would run at about 49 % of its speed (given); set data.encoders.ray.actors=45' in text_of(printed)
+    assert '20 on a10g; 45 keep up with 4,100 images/s of training (predicted) at 100 images/s each (given: online.' in text_of(printed)
+    enough, _ = planned(tmp_path, PHASES[0], *measured, 'data.encoders.ray.actors=45')
     assert enough['columns'][0]['phases'][0]['throughput'] == 4068
-    assert 'no such file; name one with a JSON object a line' in refused(PHASES[0], *ENCODED, '--encoding-rates', tmp_path / 'none')

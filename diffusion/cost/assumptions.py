@@ -56,6 +56,9 @@ class DerivedEncoding(EncodingAssumptions):
 @dataclass
 class OnlineAssumptions:
     headroom: float = key(MISSING, 'Encoders next to training deliver more than it takes by this share (0.1: 10 %).', low=0, high=10)
+    images_per_encoder_sec: Uncertain = number(
+        'Images that one encoder next to training was measured to encode in a second; null: by its GPU.', 'above 0', 'or null'
+    )
 
 
 @dataclass

@@ -1,26 +1,20 @@
 """Encoders that turn images into latents: images/s and price of one, how many keep up with training, their traffic, and where to encode.
 
-An encoder is a GPU, a share of one, or some CPU cores. The rate of one comes, in this order, from measured rows of that GPU (--encoding-rates); from
-cost/assumptions.yaml, if it says it of that GPU; published, scaled by FLOP; and else from what is assumed of another GPU, by peak FLOP/s.
-Numbers may be arrays of draws.
+An encoder is a GPU, a share of one, or some CPU cores. The rate of one next to training is `online.images_per_encoder_sec` of the
+assumptions, if that is set. Else it comes, in this order, from `encoding.N`, if that is of this GPU; published, scaled by FLOP; or from `encoding.N`
+of another GPU, by peak FLOP/s. Numbers may be arrays of draws.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-from diffusion.common.files import read_json_lines
 from diffusion.common.text import counted
-from diffusion.contracts.errors import InputError
 from diffusion.cost.assumptions import Assumptions, encoding_at
 from diffusion.cost.facts import Facts
 from diffusion.cost.formulas import BYTES_PER_MB, BYTES_PER_TB, ONLINE_FACTOR, SEC_PER_HOUR, Number, hours, median, spread_text, two_digits
 from diffusion.cost.hardware import gpu_name, peak_flops
-from diffusion.cost.prices import UNITS, CostRow, Price, Prices, gpu_of, load_prices
-from diffusion.cost.results import Result
+from diffusion.cost.prices import UNITS, CostRow, Price, Prices, gpu_of, load_prices, priced
 from diffusion.cost.throughput import ANYSCALE_ENCODING, Rate
 from diffusion.recipe import Recipe
 from diffusion.recipe.schema import Cost, RayEncoders
@@ -30,71 +24,13 @@ PIXEL_CHANNELS, MOMENT_BYTES = 3, {'float32': 4, 'float16': 2}
 IN_STEP, ONLINE, OFFLINE = 'in step', 'online', 'offline'
 
 
-class EncodingRateError(InputError):
-    """A file of measured encoding rates cannot be used."""
-
-
 def num_that_keep_up(images_per_sec: Number, one_images_per_sec: Number, headroom: float = 0.0) -> Number:
     """Encoders that deliver the images/s of training and `headroom` (0.1: 10 %) more."""
     return np.ceil(np.multiply(images_per_sec, 1 + headroom) / one_images_per_sec - 1e-9)  # 10 x 0.1 is no 1.0000000000000002
 
 
-def rate_with(num_encoders: Number, images_per_sec: Number, one_images_per_sec: Number) -> Number:
-    """Images/s of training that some encoders feed: theirs or its own, the smaller (Figure 6 of the Anyscale post)."""
-    return np.minimum(images_per_sec, num_encoders * one_images_per_sec)
-
-
-def first_cheaper_epoch(once: Number, per_epoch: Number) -> int | None:
-    """First number of epochs at which what is paid once costs less than what is paid in every epoch; None if that costs nothing."""
-    each = median(per_epoch)
-    return int(median(once) // each) + 1 if each > 0 else None
-
-
-def read_encoding_rows(path: Path) -> list[Result]:
-    """Read the rows of kind `encode` that have a rate, others are left out; EncodingRateError if there are none."""
-    if not path.is_file():
-        raise EncodingRateError(f'--encoding-rates {path}: no such file; name one with a JSON object a line, as docs/cost.md describes')
-    try:
-        rows = [Result(row) for row in read_json_lines(path) if row.get('kind') == 'encode']
-    except OSError as error:
-        raise EncodingRateError(f'--encoding-rates {path}: cannot be read: {error.strerror}') from None
-    rated = [row for row in rows if row.images_per_sec is not None and row.count('resolution') is not None and row.text('device')]
-    if not rated:
-        raise EncodingRateError(f'--encoding-rates {path}: has no row with kind encode, device, resolution and images_per_sec')
-    return rated
-
-
-def measured_rate(rows: Sequence[Result], gpu: str | None, resolution: int) -> Rate | None:
-    """Return the rate of one encoder on a GPU (None: on CPU cores) by measured rows; None if there are none of it.
-
-    A row of the same resolution comes first, then one without text, then the one of most images/s per encoder: what can be reached. From another
-    resolution it is scaled by pixels, and assumed.
-    """
-    rows = [row for row in rows if gpu_name(row.text('device')) == gpu and (gpu is not None or 'nvidia' not in row.text('device').lower())]
-    if not rows:
-        return None
-
-    def one(row: Result) -> float:
-        return (row.images_per_sec or 0.0) / (row.count('num_encoders') or 1)
-
-    def preference(row: Result) -> tuple[float, ...]:
-        return -abs(math.log((row.count('resolution') or 1) / resolution)), not row.row.get('with_text'), one(row)
-
-    best = max(rows, key=preference)
-    px = best.count('resolution') or resolution
-    text = ' with text' if best.row.get('with_text') else ''
-    source = f'{best.text("device")} at {px} px{text}, engine {best.text("engine") or "unknown"}'
-    if px == resolution:
-        return Rate(one(best), 'measured', source)
-    return Rate(one(best) * (px / resolution) ** 2, 'assumed', f'{one(best):,.3g} images/s measured on {source}, by pixels')
-
-
-def rate_of_gpu(
-    gpu: str | None, training_gpu: str, resolution: int, vae_flop: float | None, assumed: Assumptions, measured: Sequence[Result] = ()
-) -> Rate | None:
-    """Return the rate of one GPU (None: CPU cores, which only measured rows know) that encodes images without text; None if nothing is known."""
-    if found := measured_rate(measured, gpu, resolution):
-        return found
+def rate_of_gpu(gpu: str | None, training_gpu: str, resolution: int, vae_flop: float | None, assumed: Assumptions) -> Rate | None:
+    """Return the rate of one GPU (None: CPU cores) that encodes images without text; None if nothing is known."""
     nearest, published, row = encoding_at(assumed.encoding, resolution), None, ANYSCALE_ENCODING
     if gpu == row.gpu:
         flop = row.flop_per_image * (resolution / row.resolution) ** 2 if vae_flop is None else vae_flop  # not counted: by pixels
@@ -133,29 +69,30 @@ def priced_encoder(encoders: RayEncoders, cost: Cost, prices: Prices) -> tuple[s
     return (gpu, prices[f'gpu_hour.{gpu}'], encoders.gpus) if gpu is not None else (None, None, 1.0)
 
 
-def encoder_of(
-    facts: Facts, assumed: Assumptions, prices: Prices, training_price: Price | None, training_gpu: str, measured: Sequence[Result]
-) -> PricedEncoder:
+def encoder_of(facts: Facts, assumed: Assumptions, prices: Prices, training_price: Price | None, training_gpu: str) -> PricedEncoder:
     """Return the encoder of a recipe: on the machines that its `data.encoders` name, else on the GPU that is assumed to encode (`encoding.N.gpu`)."""
     online, counts = facts.online, facts.counts.encoders
-    flop = None if counts is None else float(counts.vae_flop)
     gpu, price, units = priced_encoder(online, facts.recipe.cost, prices) if online is not None else (None, None, 1.0)
-    on_cpu, share = online is not None and not online.gpus, 1.0 if online is None else online.gpus
-    if gpu is None and not on_cpu:
+    share = 1.0 if online is None else online.gpus  # of a GPU; 0: CPU cores
+    if gpu is None and share:
         nearest = encoding_at(assumed.encoding, facts.resolution)
         named = None if nearest is None else nearest[0].gpu
         gpu = training_gpu if named is None else gpu_of(named)
         if price is None:
             price, units = training_price if named is None else prices[named], share
-    rate = rate_of_gpu(gpu, training_gpu, facts.resolution, flop, assumed, measured)
-    if rate is not None and not on_cpu and share != 1:
-        rate = replace(rate, images_per_sec=rate.images_per_sec * share, note=f'{rate.note}; {share:g} of it')
-    return PricedEncoder(gpu or ('CPU' if on_cpu else 'a GPU'), rate, price, units)
+    given, rate = assumed.online.images_per_encoder_sec, None
+    if online is not None and given is not None:
+        rate = Rate(given, 'given', 'online.images_per_encoder_sec')
+    elif share:
+        rate = rate_of_gpu(gpu, training_gpu, facts.resolution, None if counts is None else float(counts.vae_flop), assumed)
+        if rate is not None and share != 1:
+            rate = replace(rate, images_per_sec=rate.images_per_sec * share, note=f'{rate.note}; {share:g} of it')
+    return PricedEncoder(gpu or ('a GPU' if share else 'CPU'), rate, price, units)
 
 
 @dataclass(frozen=True)
 class OnlineFleet:
-    """A recipe's encoders next to training at some images/s."""
+    """A recipe's encoders next to training."""
 
     encoders: RayEncoders
     encoder: PricedEncoder
@@ -172,9 +109,9 @@ class OnlineFleet:
 
     @property
     def images_per_sec(self) -> Number:
-        """Images/s of training with these encoders."""
+        """Images/s of training: its own or what the encoders deliver, the smaller (Figure 6 of the Anyscale post)."""
         rate = self.encoder.rate
-        return self.unlimited if rate is None else rate_with(self.encoders.actors, self.unlimited, rate.images_per_sec)
+        return self.unlimited if rate is None else np.minimum(self.unlimited, self.encoders.actors * rate.images_per_sec)
 
     @property
     def speed(self) -> float:
@@ -188,24 +125,26 @@ class OnlineFleet:
 
     def __str__(self) -> str:
         """Say in one line how many encoders there are, how many keep up, and what travels."""
-        encoders, rate, needed = self.encoders, self.encoder.rate, self.num_needed
+        encoders, rate = self.encoders, self.encoder.rate
         share = f' (each {encoders.gpus:g} of it)' if 0 < encoders.gpus < 1 else ''
         have = f'{encoders.actors:,} on {self.encoder.gpu}{share}'
-        if rate is None or needed is None:
-            return f'{have}; how many keep up is not known, for nobody has measured one; diffusion.plan --encoding-rates FILE reads your measurement'
+        if rate is None:
+            remedy = 'diffusion.plan takes your measurement, --assume online.images_per_encoder_sec=N'
+            return f'{have}; how many keep up is not known, for nobody has measured one; {remedy}'
         out, back = (spread_text(one, 0 if median(one) >= 10 else 1) for one in self.mb_per_sec)
         training = f'{two_digits(median(self.unlimited))} images/s of training (predicted)'
         each = f'{rate.amount} images/s each ({rate.how}: {rate.note}), {self.headroom:.0%} headroom'
-        return f'{have}; {needed:,} keep up with {training} at {each}; {out} MB/s out ({encoders.send}), {back} MB/s back ({encoders.moments})'
+        return (
+            f'{have}; {self.num_needed:,} keep up with {training} at {each}; {out} MB/s out ({encoders.send}), {back} MB/s back ({encoders.moments})'
+        )
 
     def warnings(self, name: str) -> list[str]:
         """Return what is wrong with the encoders of the recipe `name`: too few, or without a price."""
         found = []
-        if self.speed < 1:
-            assumed = '' if self.encoder.rate is None else f' ({self.encoder.rate.how})'
+        if self.speed < 1 and self.encoder.rate is not None:
             found.append(
-                f'{name}: {counted(self.encoders.actors, "encoder")} are too few: training would run at about {100 * self.speed:.0f} % of its speed'
-                f'{assumed}; set data.encoders.ray.actors={self.num_needed}'
+                f'{name}: {counted(self.encoders.actors, "encoder")} are too few: training would run at about {100 * self.speed:.0f} % of its speed '
+                f'({self.encoder.rate.how}); set data.encoders.ray.actors={self.num_needed}'
             )
         if self.encoder.price is None:
             found.append(f'{name}: the machines of data.encoders are not in the bill: {NO_PRICE}')
@@ -241,59 +180,52 @@ def ways_to_encode(
 
     In the step, training takes longer by the VAE's share of the FLOP, if all networks reach the same share of the peak. Online, other machines
     encode for as long as the steps take: the recipe's own (`data.encoders`), or as many as keep up. Offline, they encode each image once, and the
-    latents are stored for `storage.latent_months`. Where rate or price of an encoder is not known there is only the way in the step; nothing where
-    nothing is to be encoded (synthetic data, an autoencoder's training), or for unknown numbers of images.
+    latents are stored for `storage.latent_months`; a row says the first number of epochs at which that costs less than another way. Where rate or
+    price of an encoder is not known there is only the way in the step; nothing where nothing is to be encoded (synthetic data, an autoencoder's
+    training), or for unknown numbers of images.
 
     Args:
         images_per_sec: of training as the recipe has it, if its encoders keep up.
         price: of a training GPU's hour.
         kind: of the source of those images per second.
     """
+    counts, in_step, num_samples = facts.counts.encoders, facts.encodes_images, facts.phase.num_samples
     if not isinstance(facts.recipe, Recipe) or facts.recipe.data.kind == 'synthetic' or facts.num_images is None or facts.epochs is None:
         return []
-    counts, num_samples = facts.counts.encoders, facts.phase.num_samples
     stretch, why = ONLINE_FACTOR, 'published by MosaicML for SD2'
     if counts is not None:
         stretch, why = 1 + counts.vae_flop / (facts.counts.flop + counts.text_flop), "assumed, by the VAE's share of the FLOP"
 
     def row(way: str, what: str, quantity: Number, at: Price, formula: str, is_assumed: bool) -> CostRow:
-        return CostRow(way, what, quantity, at.unit, at, formula, kind='assumed' if is_assumed else kind, recipe=facts.name, num_gpus=num_gpus)
+        return priced(way, what, quantity, at, formula, 'assumed' if is_assumed else kind, recipe=facts.name, num_gpus=num_gpus)
 
     def steps(way: str, rate: Number, is_assumed: bool) -> CostRow:
         formula = f'{spread_text(rate)} images/s; a step with the VAE in it takes {stretch:.2f} times as long ({why})'
         return row(way, 'steps', hours(num_samples, rate) * num_gpus, price, formula, is_assumed)
 
-    without_vae = images_per_sec * stretch if facts.encodes_images else images_per_sec
-    rows = [steps(IN_STEP, images_per_sec if facts.encodes_images else images_per_sec / stretch, not facts.encodes_images)]
+    without_vae = images_per_sec * stretch if in_step else images_per_sec
+    rows = [steps(IN_STEP, images_per_sec if in_step else images_per_sec / stretch, not in_step)]
     if encoder.rate is None or encoder.price is None:
         return rows
-    one, online, guessed = encoder.rate.images_per_sec, facts.online, encoder.rate.how == 'assumed'
-    num = num_that_keep_up(without_vae, one, assumed.online.headroom) if online is None else online.actors
-    limited = rate_with(num, without_vae, one)
-    waits = median(limited) < median(without_vae)
-    each = f'{encoder.rate.amount} images/s each ({encoder.rate.how}: {encoder.rate.note})'
-    encoder_hours, once_hours = num * hours(num_samples, limited), hours(facts.num_images, one)
+    one, guessed = encoder.rate.images_per_sec, encoder.rate.how == 'assumed'
+    num = num_that_keep_up(without_vae, one, assumed.online.headroom) if facts.online is None else facts.online.actors
+    limited = np.minimum(without_vae, num * one)
+    each = f'on {encoder.gpu}, {encoder.rate.amount} images/s each ({encoder.rate.how}: {encoder.rate.note})'
     stored = facts.num_images * facts.latent_bytes / BYTES_PER_TB * assumed.storage.latent_months
-    return [
-        *rows,
-        steps(ONLINE, limited, facts.encodes_images or (guessed and waits)),
-        row(ONLINE, 'encoders', encoder_hours * encoder.units, encoder.price, f'{median(num):,.0f} on {encoder.gpu}, {each}', guessed),
-        steps(OFFLINE, without_vae, facts.encodes_images),
-        row(OFFLINE, 'encoders', once_hours * encoder.units, encoder.price, f'once on {encoder.gpu}, {each}', guessed),
+    rows += [
+        steps(ONLINE, limited, in_step or (guessed and median(limited) < median(without_vae))),
+        row(ONLINE, 'encoders', num * hours(num_samples, limited) * encoder.units, encoder.price, f'{median(num):,.0f} {each}', guessed),
+        steps(OFFLINE, without_vae, in_step),
+        row(OFFLINE, 'encoders', hours(facts.num_images, one) * encoder.units, encoder.price, f'once {each}', guessed),
         row(OFFLINE, 'storage', stored, prices[assumed.storage.price], f'for {spread_text(assumed.storage.latent_months)} months', guessed),
     ]
-
-
-def offline_from(rows: Sequence[CostRow], other: str, epochs: Number) -> int | None:
-    """First number of epochs at which encoding once costs less than another way (`ways_to_encode`); None where one is not known, or it never does."""
-
-    def dollars(way: str, *what: str) -> Number:
-        return sum(row.dollars for row in rows if row.group == way and row.what in what)
-
-    if not {OFFLINE, other} <= {row.group for row in rows}:
-        return None
-    per_epoch = (dollars(other, 'steps', 'encoders') - dollars(OFFLINE, 'steps')) / epochs
-    return first_cheaper_epoch(dollars(OFFLINE, 'encoders', 'storage'), per_epoch)
+    dollars = {(row.group, row.what): row.dollars for row in rows}
+    once = median(dollars[OFFLINE, 'encoders'] + dollars[OFFLINE, 'storage'])
+    for other in (ONLINE, IN_STEP):
+        per_epoch = median((dollars[other, 'steps'] + dollars.get((other, 'encoders'), 0.0) - dollars[OFFLINE, 'steps']) / facts.epochs)
+        if per_epoch > 0:
+            rows.append(CostRow(OFFLINE, f'cheaper than {other}', int(once // per_epoch) + 1, 'epochs', recipe=facts.name))
+    return rows
 
 
 def encoder_row(encoders: RayEncoders, cost: Cost, running_sec: float) -> CostRow:

@@ -109,6 +109,11 @@ class CostRow:
         return {name: value for name, value in found.items() if name == 'quantity' or value not in (None, '', False)}
 
 
+def priced(group: str, what: str, quantity: Number, price: Price, formula: str, kind: str = 'assumed', **more: Any) -> CostRow:
+    """Return a row in the unit of its price."""
+    return CostRow(group, what, quantity, price.unit, price, formula, kind=kind, **more)
+
+
 class Prices(UserDict[str, Price]):
     """All prices by dotted name; a look-up may leave out the last part, and then gets the first of its kind."""
 

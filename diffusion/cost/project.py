@@ -7,7 +7,7 @@ from typing import Any
 from diffusion.common.text import counted
 from diffusion.cost.assumptions import Assumptions
 from diffusion.cost.bill import Bill, TrainingJob, TrainingPhase, make_bill, ways_to_pay
-from diffusion.cost.encoders import IN_STEP, OFFLINE, ONLINE, OnlineFleet, PricedEncoder, offline_from, online_fleet, text_warnings, ways_to_encode
+from diffusion.cost.encoders import OnlineFleet, PricedEncoder, online_fleet, text_warnings, ways_to_encode
 from diffusion.cost.facts import MEMORY_SHARE, Cluster, Counts, Facts, GpuMemory
 from diffusion.cost.formulas import HOURS_PER_DAY, Number, hours, is_uncertain, median, quantiles, spread_text
 from diffusion.cost.hardware import NOT_SUPPORTED, mfu, peak_flops
@@ -153,12 +153,7 @@ def project_plan(
     for phase in phases:
         assert phase.encoder is not None
         unlimited = phase.images_per_sec if phase.fleet is None else phase.fleet.unlimited
-        ways = ways_to_encode(phase.facts, unlimited, num_gpus, phase.encoder, price, assumed, prices, phase.rate.how)
-        epochs = {other: offline_from(ways, other, phase.facts.epochs) for other in (ONLINE, IN_STEP)}
-        rows += ways
-        rows += [
-            CostRow(OFFLINE, f'cheaper than {other}', epoch, 'epochs', recipe=phase.name) for other, epoch in epochs.items() if epoch is not None
-        ]
+        rows += ways_to_encode(phase.facts, unlimited, num_gpus, phase.encoder, price, assumed, prices, phase.rate.how)
     rows += ways_to_pay(job, assumed, prices, [price, *(offer for offer in prices.plans(gpu).values() if offer != price)])
 
     limit = ROOFLINE_MFU_A100 if gpu.startswith('a100') else ROOFLINE_MFU

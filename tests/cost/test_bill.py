@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from diffusion.cost.assumptions import draw_all, load_assumptions
-from diffusion.cost.bill import BillError, PlanError, TrainingJob, TrainingPhase, interrupted_run, make_bill, payment_plan, ways_to_pay
+from diffusion.cost.bill import PlanError, TrainingJob, TrainingPhase, make_bill, ways_to_pay
 from diffusion.cost.encoders import PricedEncoder
 from diffusion.cost.formulas import ONLINE_FACTOR, SD2_BASE, Phase, median, quantiles
 from diffusion.cost.prices import load_prices
 from diffusion.cost.text import bill_table, plans_table
-from diffusion.cost.throughput import MOSAICML_TWO_PHASE, Rate
+from diffusion.cost.throughput import MOSAICML_TWO_PHASE
 
 # Numbers that make each line easy to work out; nothing is uncertain.
 BY_HAND = [
@@ -125,13 +125,6 @@ def test_encoders_next_to_training_are_paid_for_all_of_its_time():
     assert not bill(BY_HAND, job=TrainingJob((unpriced,), 8)).of('encoding')
 
 
-def test_a_measured_rate_replaces_what_is_assumed_of_encoding():
-    measured = dataclasses.replace(phases()[0], encoder=PricedEncoder('a10g', Rate(50, 'measured', 'here'), load_prices()['gpu_hour.a10g']))
-    line = by_name(bill(BY_HAND, job=TrainingJob((measured,), 8)))['encode 256 px']
-    assert line.quantity == pytest.approx(1e6 / 50 / 3600)
-    assert '50 images/s a GPU (measured)' in line.formula
-
-
 def test_hours_beyond_a_reservation_are_counted_once():
     slow = [dataclasses.replace(phase, images_per_sec=phase.images_per_sec / 5000) for phase in phases()]
     found = bill(BY_HAND, job=TrainingJob(tuple(slow), 8), price='gpu_hour.a100-80gb.reserved-1y')
@@ -228,8 +221,8 @@ def test_interruptions_of_a_spot_market_are_added_to_the_failures():
     """Rates of Poisson processes add up; there is a wait for machines on spot alone."""
     prices, often = load_prices(), assumed(['faults={gpu_hours_between_failures: 50_000, gpu_hours_between_interruptions: 100, wait_sec: 1800}'])
     for offer, gpu_hours_between, wait_sec in (('spot', 1 / (1 / 50_000 + 1 / 100), 1800), ('on-demand', 50_000, 0)):
-        run = interrupted_run(TrainingJob(phases(), 8), often, payment_plan(prices[f'gpu_hour.h200.{offer}'], prices))
-        assert [(part.between_sec, part.wait_sec) for _, part in run.parts] == [(pytest.approx(gpu_hours_between * 3600 / 8), wait_sec)] * 2
+        parts = TrainingJob(phases(), 8).interrupted(often, prices[f'gpu_hour.h200.{offer}'])
+        assert [(part.between_sec, part.wait_sec) for part in parts] == [(pytest.approx(gpu_hours_between * 3600 / 8), wait_sec)] * 2
 
 
 def test_failures_come_from_the_recipe_unless_assumed():
@@ -267,14 +260,13 @@ def test_a_resolution_that_nothing_is_assumed_of():
     ('num_bytes', 'save_bytes', 'save_sec'), [(67e6, '10e9', 0.201), (10.39e9, '10e9', 30), (41e9, '10e9', 30), (67e6, 'null', 30)]
 )
 def test_small_checkpoints_take_their_share_of_a_save(num_bytes, save_bytes, save_sec):
-    prices, given = load_prices(), assumed(['faults.save_sec=30', f'faults.save_bytes={save_bytes}'])
     job = TrainingJob((dataclasses.replace(phases()[0], checkpoint_bytes=num_bytes),), 8)
-    [(_, part)] = interrupted_run(job, given, payment_plan(prices['gpu_hour.h200.on-demand'], prices)).parts
+    [part] = job.interrupted(assumed(['faults.save_sec=30', f'faults.save_bytes={save_bytes}']), load_prices()['gpu_hour.h200.on-demand'])
     assert part.save_sec == pytest.approx(save_sec, rel=1e-12)
 
 
 def test_more_latents_than_images_are_refused():
-    with pytest.raises(BillError, match='encoding.512.num_images is 500,000, more than the 1,000 images of preparation.num_images'):
+    with pytest.raises(PlanError, match='encoding.512.num_images is 500,000, more than the 1,000 images of preparation.num_images'):
         bill([*BY_HAND, 'preparation.num_images=1000', 'encoding.256.num_images=null'])
 
 

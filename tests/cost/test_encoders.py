@@ -1,29 +1,14 @@
 """Encoders next to training: how many keep up, what travels, what they cost, and where the images/s of one come from."""
 
-import json
-
 import numpy as np
 import pytest
 
 from diffusion import check
 from diffusion.cost.assumptions import draw_all, load_assumptions
-from diffusion.cost.encoders import (
-    EncodingRateError,
-    encoder_of,
-    encoder_row,
-    first_cheaper_epoch,
-    measured_rate,
-    num_that_keep_up,
-    online_fleet,
-    priced_encoder,
-    rate_of_gpu,
-    rate_with,
-    read_encoding_rows,
-)
+from diffusion.cost.encoders import encoder_of, encoder_row, num_that_keep_up, online_fleet, priced_encoder, rate_of_gpu
 from diffusion.cost.formulas import median
 from diffusion.cost.hardware import PEAK_FLOPS
 from diffusion.cost.prices import load_prices
-from diffusion.cost.results import Result
 from diffusion.cost.throughput import ANYSCALE_ENCODING
 from diffusion.recipe import RecipeError
 from diffusion.recipe.schema import Cost, RayEncoders
@@ -33,34 +18,31 @@ VAE_256, VAE_512 = 272_722_165_760, 1_116_658_466_816
 ON_A10G = ['data.kind=images', 'data.encoders={ray: {actors: 8, resource: A10G}}']
 
 
-def row(images_per_sec, device='NVIDIA A10G', resolution=256, **more):
-    return {'kind': 'encode', 'engine': 'ray', 'device': device, 'resolution': resolution, 'images_per_sec': images_per_sec, **more}
-
-
 def assumed(*overrides):
     return draw_all(load_assumptions(overrides=overrides))
 
 
-def fleet(images_per_sec, *overrides, assume=(), measured=()):
+def fleet(images_per_sec, *overrides, assume=()):
     facts, prices = facts_of(PHASE_1, *ON_A10G, *overrides), load_prices()
-    encoder = encoder_of(facts, assumed(*assume), prices, prices['gpu_hour.a100-80gb'], 'a100-80gb', list(map(Result, measured)))
+    encoder = encoder_of(facts, assumed(*assume), prices, prices['gpu_hour.a100-80gb'], 'a100-80gb')
     return online_fleet(facts, images_per_sec, encoder, assumed(*assume))
+
+
+def of_100_a_sec(images_per_sec, *overrides):
+    return fleet(images_per_sec, *overrides, assume=['online.images_per_encoder_sec=100'])
 
 
 def test_as_many_encoders_as_keep_up_and_no_fewer():
     assert num_that_keep_up(1000, 100) == 10
     assert num_that_keep_up(1001, 100) == 11
     assert num_that_keep_up(1000, 100, headroom=0.1) == 11  # not 12 by an error of rounding
-    for num in (1, 5, 9, 10, 11, 40):
-        assert rate_with(num, 1000, 100) == min(1000, 100 * num)
-    assert np.array_equal(rate_with(10, 1000, np.array([90.0, 110.0])), [900, 1000])
+    rates = [of_100_a_sec(1000, f'data.encoders.ray.actors={num}').images_per_sec for num in (1, 9, 10, 40)]
+    assert rates == [100, 900, 1000, 1000]
 
 
 def test_figure_6_of_anyscale():
-    """32 A100 with 40 A10G: a straight line up to the images/s of training, and flat beyond."""
+    """32 A100 with 40 A10G."""
     one, training = ANYSCALE_ENCODING.images_per_sec, 4068
-    rates = [rate_with(num, training, one) for num in (10, 20, 40, 48)]
-    assert rates == pytest.approx([1017, 2034, 4068, 4068])
     assert num_that_keep_up(training, one) == 40
     assert num_that_keep_up(5908, one) == 59  # with FSDP and compilation
 
@@ -80,50 +62,30 @@ def test_traffic_of_a_sample():
     assert sizes('data.encoders.ray.send=bytes', 'data.encoders.ray.moments=float16') == (33_000, 16_384)
 
 
-def test_encoding_once_is_cheaper_from_the_second_epoch_on():
-    assert first_cheaper_epoch(100, 100) == 2  # of one epoch they cost the same
-    assert first_cheaper_epoch(99, 100) == 1
-    assert first_cheaper_epoch(250, 100) == 3
-    assert first_cheaper_epoch(100, 0) is None
-
-
-def test_a_rate_is_measured_or_assumed_or_published_or_scaled():
+def test_a_rate_is_assumed_or_published_or_scaled():
     sd2 = assumed('encoding.256.images_per_gpu_sec=170')
-    measured = [Result(row(90)), Result(row(80, num_encoders=2)), Result(row(95, with_text=True)), Result(row(30, resolution=512))]
 
-    def rate(gpu, px=256, flop=VAE_256, rows=()):
-        return rate_of_gpu(gpu, 'a100-80gb', px, flop, sd2, rows)
+    def rate(gpu, px=256, flop=VAE_256):
+        return rate_of_gpu(gpu, 'a100-80gb', px, flop, sd2)
 
-    found = rate('a10g', rows=measured)
-    assert (found.how, found.images_per_sec) == ('measured', 90)  # without text; one of two does 40
-    assert rate('a10g', 512, VAE_512, measured).images_per_sec == 30
-    assert (rate('a10g', 128, None, measured).how, rate('a10g', 128, None, measured).images_per_sec) == ('assumed', 360)
-    assert rate('a100-80gb', rows=measured).images_per_sec == 170  # rows of another GPU say nothing
-    assert (rate('a100-80gb').how, rate('a100-80gb').note) == ('assumed', 'encoding.256.images_per_gpu_sec')
+    assert (rate('a100-80gb').how, rate('a100-80gb').note, rate('a100-80gb').images_per_sec) == ('assumed', 'encoding.256.images_per_gpu_sec', 170)
     assert rate('a10g').images_per_sec == pytest.approx(101.7 * 317.85 / 272.72, rel=1e-4)
     assert (rate('a10g').how, rate('a10g').amount) == ('assumed', '120')
-    assert (rate('a10g', flop=ANYSCALE_ENCODING.flop_per_image).how, rate('a10g', flop=ANYSCALE_ENCODING.flop_per_image).amount) == (
-        'published',
-        '102',
-    )
+    with_text = rate('a10g', flop=ANYSCALE_ENCODING.flop_per_image)
+    assert (with_text.how, with_text.amount) == ('published', '102')
     assert rate('a10g', 512, VAE_512).images_per_sec == pytest.approx(28.95, abs=0.01)
     assert rate('h100').images_per_sec == pytest.approx(170 * 989 / 312)
     assert 'by peak FLOP/s' in rate('h100').note
     assert rate('gpu-of-nobody') is rate(None) is None
-    cpu = [Result(row(3, device='AMD EPYC 7B13')), Result(row(70, device='NVIDIA T4'))]
-    assert measured_rate(cpu, None, 256).images_per_sec == 3
 
 
-def test_rows_of_other_benchmarks_and_failed_ones_are_left_out(tmp_path):
-    path = tmp_path / 'rows.jsonl'
-    rows = [row(90), row(None), {'benchmark': 'throughput', 'images_per_sec': 5, 'device': 'CPU', 'resolution': 256}]
-    path.write_text(''.join(json.dumps(one) + '\n' for one in rows) + '{"kind": "enc')
-    assert [one.images_per_sec for one in read_encoding_rows(path)] == [90]
-    path.write_text(json.dumps(rows[2]) + '\n')
-    with pytest.raises(EncodingRateError, match='has no row with kind encode'):
-        read_encoding_rows(path)
-    with pytest.raises(EncodingRateError, match='no such file'):
-        read_encoding_rows(tmp_path / 'none.jsonl')
+def test_a_measured_rate_counts_on_any_machine_but_not_for_encoding_beforehand():
+    measured = ['online.images_per_encoder_sec=3']
+    on_cores = fleet(60, 'data.encoders.ray.gpus=0', 'data.encoders.ray.resource=null', assume=measured)
+    assert (on_cores.encoder.gpu, on_cores.num_needed) == ('CPU', 22)
+    prices = load_prices()
+    beforehand = encoder_of(facts_of(), assumed(*measured), prices, prices['gpu_hour.a100-80gb'], 'a100-80gb')
+    assert beforehand.rate.note == 'encoding.256.images_per_gpu_sec'
 
 
 def test_the_price_of_an_encoder_is_the_recipe_s_or_that_of_its_gpu():
@@ -153,14 +115,16 @@ def test_a_recipe_without_a_resource_encodes_on_the_gpu_that_is_assumed():
 
 
 def test_too_few_encoders_are_warned_of():
-    found = fleet(2000, measured=[row(100)])
+    found = of_100_a_sec(2000)
     assert (found.num_needed, found.images_per_sec, found.speed) == (22, 800, 0.4)
     assert found.mb_per_sec == (pytest.approx(800 * 0.196608), pytest.approx(800 * 0.032768))
     assert found.warnings('run') == [
-        'run: 8 encoders are too few: training would run at about 40 % of its speed (measured); set data.encoders.ray.actors=22'
+        'run: 8 encoders are too few: training would run at about 40 % of its speed (given); set data.encoders.ray.actors=22'
     ]
-    assert '8 on a10g; 22 keep up with 2,000 images/s of training (predicted) at 100 images/s each (measured' in str(found)
-    assert fleet(800, measured=[row(100)]).warnings('run') == []
+    assert '8 on a10g; 22 keep up with 2,000 images/s of training (predicted) at 100 images/s each (given: online.images_per_encoder_sec)' in str(
+        found
+    )
+    assert of_100_a_sec(800).warnings('run') == []
 
 
 def test_what_is_not_known_is_said():
@@ -191,7 +155,7 @@ def test_check_says_how_many_keep_up():
 
 
 def test_draws_stay_draws():
-    found = fleet(np.linspace(900, 1100, 50), measured=[row(100)])
+    found = of_100_a_sec(np.linspace(900, 1100, 50))
     assert found.num_needed == 11
     assert np.all(np.asarray(found.images_per_sec) == 800)
     assert median(found.mb_per_sec[1]) == pytest.approx(800 * 0.032768)

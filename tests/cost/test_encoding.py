@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from diffusion.cost.assumptions import draw_all, load_assumptions
-from diffusion.cost.encoders import IN_STEP, OFFLINE, ONLINE, PricedEncoder, offline_from, ways_to_encode
+from diffusion.cost.encoders import IN_STEP, OFFLINE, ONLINE, PricedEncoder, ways_to_encode
 from diffusion.cost.formulas import ONLINE_FACTOR
 from diffusion.cost.prices import load_prices
 from diffusion.cost.throughput import ANYSCALE_ENCODING, Rate
@@ -27,8 +27,8 @@ def phase_1(*overrides):
 class Ways:
     """Sums of the rows of each way."""
 
-    def __init__(self, rows, epochs):
-        self.rows, self.epochs = rows, epochs
+    def __init__(self, rows):
+        self.rows = rows
         self.names = list(dict.fromkeys(row.group for row in rows))
 
     def of(self, way, what='', measure='dollars'):
@@ -41,7 +41,7 @@ class Ways:
         return EPOCH / self.hours(way) / 3600
 
     def offline_from(self, other):
-        return offline_from(self.rows, other, self.epochs)
+        return next((row.quantity for row in self.rows if row.what == f'cheaper than {other}'), None)
 
 
 def ways(images_per_sec, *overrides, one=ANYSCALE_ENCODING.images_per_sec, num_images=EPOCH, assume=WITHOUT_STORAGE, **of_facts):
@@ -49,7 +49,7 @@ def ways(images_per_sec, *overrides, one=ANYSCALE_ENCODING.images_per_sec, num_i
     facts = dataclasses.replace(phase_1(*overrides), num_images=num_images, **of_facts)
     encoder = PricedEncoder('a10g', one and Rate(one, 'published', ANYSCALE_ENCODING.source), PRICES['gpu_hour.a10g.on-demand'])
     price, assumed = PRICES['gpu_hour.a100-80gb.on-demand'], draw_all(load_assumptions(overrides=assume))
-    return Ways(ways_to_encode(facts, images_per_sec, NUM_GPUS, encoder, price, assumed, PRICES, 'published'), facts.epochs)
+    return Ways(ways_to_encode(facts, images_per_sec, NUM_GPUS, encoder, price, assumed, PRICES, 'published'))
 
 
 def test_table_2_of_anyscale():

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from diffusion.common.text import markdown_table
-from diffusion.cost.encoders import first_cheaper_epoch, num_that_keep_up, rate_with
+from diffusion.cost.encoders import num_that_keep_up
 from diffusion.cost.formulas import ONLINE_FACTOR, SD2_BASE, SEC_PER_HOUR, hours
 from diffusion.cost.hardware import PEAK_FLOPS
 from diffusion.cost.prices import load_prices
@@ -239,11 +239,11 @@ TABLES['anyscale-table-2'] = [
     # and 40 were used: they are slower next to training, or more than it takes; the post does not say
     derived('figure 6', 'encoders that keep up by the offline rate', 24, num_that_keep_up(RAY[256], A10G_OFFLINE)),
     # the curve rises in a straight line to 40 and is flat beyond
-    derived('figure 6', 'images/s with 20 encoders', 2034, rate_with(20, RAY[256], A10G_ONLINE)),
+    derived('figure 6', 'images/s with 20 encoders', 2034, min(RAY[256], 20 * A10G_ONLINE)),
     # with FSDP and compilation, table 3b; table 2 is from before
     derived('figure 6', 'encoders for 5,908 images/s', 59, num_that_keep_up(COMPILED[A80][256], A10G_ONLINE)),
     # without storage; at one rate for both it would be the second
-    derived('offline against online', 'cheaper from so many epochs on', 1, first_cheaper_epoch(2_183, 76.8 * G5)),
+    derived('offline against online', 'cheaper from so many epochs on', 1, 2_183 // (76.8 * G5) + 1),
     derived('encoding', 'hours on 48 machines', 37.52, A10G_HOURS / 48),  # "tens of hours"
 ]  # fmt: skip
 # 16 A100-40GB and 32 A100-80GB, global batch 4096, against DDP over TCP.
