@@ -3,12 +3,12 @@
     python -m benchmarks.report RESULTS.jsonl ... [--samples 204.8e6 | 256=1e9,512=2e9] [--gpus 16,32 | 16..128] [--price 2.49 | spot] [--gpu h200]
                                 [--out FOLDER]
 
-Reads rows of benchmarks.throughput (and, for their bars, of benchmarks.step); of several rows of a point the latest counts, and rows that failed stay
-in the table. Rows that differ in the number of GPUs only are a series: a law of computation, exposed communication and fixed overhead is fitted to it
+Reads rows of benchmarks.throughput and of benchmarks.step; of several rows of a point the latest counts, and rows that failed stay in the table. Rows
+that differ in the number of GPUs only are a series: a law of computation, exposed communication and fixed overhead is fitted to it
 (diffusion/cost/scaling.py), and predicts more GPUs with its uncertainty. Days and dollars are those of --samples, or else of the phases of Stable
 Diffusion 2 base for rows of its U-Net, and a million samples for others.
 
-Prints the report and writes report.md, PNGs and one self-contained report.html to FOLDER (default: next to the first file).
+Prints the report and writes report.md and, with a figure, one self-contained report.html to FOLDER (default: next to the first file).
 Exit codes: 0 done; 2 the input is wrong. docs/plan.md explains what is printed.
 """
 
@@ -50,7 +50,7 @@ class ThroughputReportRequest(PriceOptions):
     """Result files, and what to predict."""
 
     results: list[Path] = positional('RESULTS.jsonl')
-    out: Path | None = option(None, 'where to write report.md, report.html and the figures', 'FOLDER')
+    out: Path | None = option(None, 'where to write report.md and report.html', 'FOLDER')
     samples: Annotated[dict[int | None, int] | None, BeforeValidator(_split_samples)] = option(
         None, 'samples to train (steps x global batch), such as 204.8e6; of several resolutions 256=1.1264e9,512=1.7408e9', 'N'
     )
@@ -104,7 +104,7 @@ def report_on(request: ThroughputReportRequest) -> int:
         price_of_gpu(request.gpu, prices, 'give one with --price DOLLARS')
     names, folder = ', '.join(path.name for path in request.results), request.out or request.results[0].parent
     report = measured_report(results, names, prices, request.gpus, request.gpu, phases)
-    print_page(report.markdown(figures=False))
+    print_page(report.markdown())
     try:
         paths = report.write(folder)
     except OSError as error:

@@ -4,17 +4,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from benchmarks.checking.cases import PARTS, Values
 from benchmarks.checking.judging import Comparison, Predictions, comparisons, problems
 from benchmarks.checking.rows import hardware, number
 from benchmarks.checking.slices import Check
 from benchmarks.optimizations import OPTIMIZATIONS
-from benchmarks.reporting.page import Block, FigureBlock, ImageBlock, Report, Section, Table
-from diffusion.common.pages import LIGHT, new_figure, page_style, write_page
+from benchmarks.reporting.page import Block, ImageBlock, Report, Section, Table
+from diffusion.common.pages import write_page
 
-WIDTH, BAR_HEIGHT, MARGIN = 8.4, 0.27, 0.7  # of figures, in inches
 Rows = Mapping[tuple[str, str], Values]
 ABOUT_LADDER = (
     'Each row adds one setting to the row above it; '
@@ -110,9 +107,6 @@ def more(rows: Rows, part: str, predictions: Predictions, folder: Path) -> list[
     found, blocks = of(rows, part), list[Block]()
     if part == 'ladder' and found:
         blocks.append(ABOUT_LADDER)
-    if part in STEPS and found:
-        rates = {name: row['images_per_sec'] for name, row in found.items()}
-        blocks.append(FigureBlock(part, rates_figure(rates), f'Images per second: {part}'))
     if part == 'profile':
         blocks += profile(rows, predictions)
     for row in found.values():
@@ -127,30 +121,24 @@ def more(rows: Rows, part: str, predictions: Predictions, folder: Path) -> list[
 def profile(rows: Rows, predictions: Predictions) -> list[Block]:
     """Time by class against the roofline at this machine's own ceilings, and the heaviest kernels."""
     blocks: list[Block] = []
-    bounds = roof_ms(rows, predictions)
     for name, row in of(rows, 'profile').items():
         same = not row['tiny'] and (row['resolution'], row['micro_batch']) == (predictions.roofline.resolution, predictions.roofline.micro_batch)
-        roof = bounds if same else {}
-        names = [*row['classes_ms'], *(one for one in roof if one not in row['classes_ms'])]
+        roof = roof_ms(rows, predictions) if same else {}
         lines = []
-        for one in names:
-            ms = row['classes_ms'].get(one, 0.0)
-            lines.append([one, number(ms), percent(ms / row['busy_ms']), number(roof[one]) if one in roof else '', percent(roof[one] / ms)
-                          if one in roof and ms else ''])  # fmt: skip
+        for kind in dict.fromkeys([*row['classes_ms'], *roof]):
+            ms, least_ms = row['classes_ms'].get(kind, 0.0), roof.get(kind)
+            ceiling = ['', ''] if least_ms is None else [number(least_ms), f'{least_ms / ms:.1%}' if ms else '']
+            lines.append([kind, number(ms), f'{ms / row["busy_ms"]:.1%}', *ceiling])
         idle = max(0.0, row['wall_ms'] - row['busy_ms'])
+        kernels = [[number(kernel['ms']), number(kernel['calls']), kernel['class'], kernel['name'][:90]] for kernel in row['heaviest']]
         blocks += [
             f'{name}, micro-batch {row["micro_batch"]}: {number(row["wall_ms"])} ms a step. Under the profiler {row["num_kernels"]:,} kernels take '
             f'{number(row["busy_ms"])} ms, so that nothing runs for {number(idle)} ms.',
             Table(['', 'ms', 'share', 'ms at the ceilings', 'of the ceiling'], lines),
-            FigureBlock('profile', classes_figure(row['classes_ms'], roof), 'Milliseconds of a step by class of kernels'
-                    + (', and what they would take at the ceilings measured above' if roof else '')),
             'The heaviest kernels:',
-            Table(['ms a step', 'calls', 'class:', 'kernel:'], [
-                [number(kernel['ms']), number(kernel['calls']), kernel['class'], kernel['name'][:90]] for kernel in row['heaviest']
-            ]),
-        ]  # fmt: skip
-        if roof:
-            blocks.append(f'At the ceilings: {predictions.roofline.source}.')
+            Table(['ms a step', 'calls', 'class:', 'kernel:'], kernels),
+            *([f'At the ceilings: {predictions.roofline.source}.'] if roof else []),
+        ]
     return blocks
 
 
@@ -172,36 +160,3 @@ def aside(rows: Rows) -> list[Block]:
              f'{sum(row["sec"] for (where, name), row in rows.items() if where == part and name):.0f}'] for part in parts]  # fmt: skip
     skipped: list[Block] = [Table(['', 'status:', 'why:'], lines)] if lines else []
     return [*skipped, Table(['part', 'cases', 'seconds'], took)]
-
-
-def percent(share: float | None) -> str:
-    return '' if share is None else f'{share:.1%}'
-
-
-def rates_figure(rates: Mapping[str, float]) -> Figure:
-    """Images per second, a bar each."""
-    with page_style():
-        figure = new_figure(WIDTH, MARGIN + BAR_HEIGHT * len(rates))
-        axes = figure.add_subplot()
-        bars = axes.barh(list(rates), list(rates.values()), height=0.7, color=LIGHT['series1'])
-        axes.bar_label(bars, fmt='{:,.3g}', padding=3, color=LIGHT['ink'])
-        axes.invert_yaxis()
-        axes.margins(x=0.1)
-        axes.set_xlabel('images/s')
-    return figure
-
-
-def classes_figure(classes_ms: Mapping[str, float], roof_ms: Mapping[str, float]) -> Figure:
-    """Milliseconds by class of kernels; a mark where the ceilings are."""
-    names = [*classes_ms, *(name for name in roof_ms if name not in classes_ms)]
-    with page_style():
-        figure = new_figure(WIDTH, MARGIN + 0.3 + BAR_HEIGHT * len(names))
-        axes = figure.add_subplot()
-        axes.barh(names, [classes_ms.get(name, 0.0) for name in names], height=0.7, color=LIGHT['series1'], label='measured')
-        if roof_ms:
-            places = [place for place, name in enumerate(names) if name in roof_ms]
-            axes.plot([roof_ms[names[place]] for place in places], places, '|', color=LIGHT['series2'], ms=12, mew=2.5, label='at the ceilings')
-            axes.legend(loc='lower right')
-        axes.invert_yaxis()
-        axes.set_xlabel('ms a step')
-    return figure

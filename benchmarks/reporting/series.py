@@ -1,32 +1,14 @@
-"""Throughput over the number of GPUs, everything else being equal: series of rows of result files, and of mosaicml/diffusion."""
+"""Throughput over the number of GPUs, everything else being equal: series of rows of result files."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.sweeping.sweep import label
 from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE, Phase, hours
 from diffusion.cost.results import Result, gpus_per_node
 from diffusion.cost.scaling import ScalingLaws, ScalingPoint
-from diffusion.cost.throughput import MOSAICML_TWO_PHASE
-
-
-@dataclass(frozen=True)
-class TrainingWork:
-    """A number of samples to train."""
-
-    name: str  # of the amount, in words
-    num_samples: int
-
-    def days(self, images_per_sec: float) -> float:
-        return hours(self.num_samples, images_per_sec) / HOURS_PER_DAY
-
-    def gpu_hours(self, point: ScalingPoint) -> float:
-        return hours(self.num_samples, point.images_per_sec) * point.num_gpus
-
-
-MILLION = TrainingWork('a million samples', 1_000_000)
 
 # Origin of images per second on a number of GPUs: a row, the law, or the law through all points where that is the lower one.
 MEASURED, PREDICTED, WITH_OUTLIER = 'measured', 'predicted', 'with outlier'
@@ -45,16 +27,21 @@ class ScalingSeries(ScalingLaws):
 
     Args:
         unit: or processes, on a CPU.
-        results: the rows of a result file that the points are of, of this resolution.
+        results: the rows of a result file that the points are of.
+        phase: what is to be trained at the resolution of the series; None: nothing that is known, and days are those of a million samples.
         family: equal for series that differ in resolution and batch only.
     """
 
     name: str
-    work: TrainingWork
     unit: str = 'GPUs'
     results: tuple[Result, ...] = ()
     resolution: int = 0
+    phase: Phase | None = None
     family: str = ''
+
+    @property
+    def work(self) -> Phase:
+        return self.phase or Phase(self.resolution, 1_000_000)
 
     @property
     def device(self) -> str:
@@ -64,15 +51,17 @@ class ScalingSeries(ScalingLaws):
     def most_gpus(self) -> int:
         return max(point.num_gpus for point in self.points)
 
+    def days(self, images_per_sec: float) -> float:
+        return hours(self.work.num_samples, images_per_sec) / HOURS_PER_DAY
+
+    def gpu_hours(self, point: ScalingPoint) -> float:
+        return hours(self.work.num_samples, point.images_per_sec) * point.num_gpus
+
     def global_size(self, num_gpus: int) -> int:
         """Global batch of a run on `num_gpus` GPUs: constant if it was, or in proportion if the batch per GPU was constant."""
         sizes = {point.global_size for point in self.points}
         largest = max(self.points, key=lambda point: point.num_gpus)
         return largest.global_size if len(sizes) == 1 else largest.global_size * num_gpus // largest.num_gpus
-
-    def rate(self, num_gpus: int) -> float:
-        """Images per second of such a run."""
-        return self.images_per_sec(num_gpus, self.global_size(num_gpus))
 
     def images_per_sec(self, num_gpus: int, global_size: int) -> float:
         """Images per second of all GPUs together: as measured, or else the lower prediction."""
@@ -80,30 +69,11 @@ class ScalingSeries(ScalingLaws):
         return global_size / self.slowest_first(num_gpus, global_size)[0].step_sec(num_gpus, global_size) if point is None else point.images_per_sec
 
     def origin(self, num_gpus: int) -> str:
-        """Which of MEASURED, PREDICTED and WITH_OUTLIER the rate is."""
+        """Which of MEASURED, PREDICTED and WITH_OUTLIER the rate of such a run is."""
         global_size = self.global_size(num_gpus)
         if self.measured_at(num_gpus, global_size) is not None:
             return MEASURED
         return WITH_OUTLIER if self.outliers and not self.slowest_first(num_gpus, global_size)[0].left_out else PREDICTED
-
-
-class Bar(NamedTuple):
-    """One configuration of an ablation."""
-
-    name: str
-    images_per_sec: float
-
-
-def published_series() -> list[ScalingSeries]:
-    """Return the two phases of mosaicml/diffusion's README, to be drawn next to measurements of the same work."""
-    return [
-        ScalingSeries(
-            name=f'mosaicml/diffusion, {phase.resolution} px, U-Net only, A100-40GB',
-            points=tuple(ScalingPoint(row.num_gpus, row.global_size, row.images_per_sec[phase.resolution]) for row in MOSAICML_TWO_PHASE),
-            work=TrainingWork(phase.amount, phase.num_samples),
-        )
-        for phase in SD2_BASE
-    ]
 
 
 def efficiency(points: Sequence[ScalingPoint]) -> list[float]:
@@ -130,7 +100,7 @@ def group(results: Iterable[Result], phases: Sequence[Phase] | None = None) -> l
     The micro-batch may differ, too: of several with equal GPUs and batch the fastest counts.
 
     Args:
-        phases: what is to be trained; None: `work_of` the rows.
+        phases: what is to be trained; None: Stable Diffusion 2 base, by its U-Net alone.
     """
     alike: dict[str, list[Result]] = {}
     for result in results:
@@ -161,35 +131,30 @@ def _split(rows: list[Result]) -> list[list[Result]]:
         sizes: dict[float, list[Result]] = {}
         for result in rest:
             sizes.setdefault(size_of(result.point), []).append(result)
-        parts += [part for part in sizes.values() if len({result.point.num_gpus for result in part}) > 1]
-        rest = [result for part in sizes.values() for result in part if len({other.point.num_gpus for other in part}) == 1]
+        scales = {size: len({result.point.num_gpus for result in part}) > 1 for size, part in sizes.items()}
+        parts += [part for size, part in sizes.items() if scales[size]]
+        rest = [result for size, part in sizes.items() if not scales[size] for result in part]
     return parts + [[result] for result in rest]
 
 
 def _series(rows: list[Result], phases: Sequence[Phase] | None) -> ScalingSeries:
     rows = sorted(rows, key=lambda result: result.point.num_gpus)
-    first = rows[0]
+    first, network = rows[0], rows[0].text('network')
     resolution = int(first.number('resolution') or 0)
     points = tuple(result.point for result in rows)
     axes = {key: value for key, value in settings_of(first).items() if key not in (*GPU_AXES, *NAMED)}
     is_constant = len({point.global_size for point in points}) == 1
     batch = f'global batch {points[0].global_size:,}' if is_constant else f'{points[0].global_size // points[0].num_gpus:,} images a GPU'
-    parts = [first.text('network'), f'{resolution} px', first.text('kind'), label(axes) if axes else '', batch, first.text('device')]
+    parts = [network, f'{resolution} px', first.text('kind'), label(axes) if axes else '', batch, first.text('device')]
+    if phases is None:
+        phases = SD2_BASE if network == 'sd2-base' else ()
     return ScalingSeries(
         name=', '.join(part for part in parts if part),
         points=points,
-        work=work_of(first.text('network'), resolution, phases),
         gpus_per_node=gpus_per_node(rows),
         unit='GPUs' if first.on_gpus else 'processes',
         results=tuple(rows),
         resolution=resolution,
+        phase=next((phase for phase in phases if phase.resolution == resolution), None),
         family=_key(first, without=('resolution', 'data.resolution')),
     )
-
-
-def work_of(network: str, resolution: int, phases: Sequence[Phase] | None = None) -> TrainingWork:
-    """Return the phase with this resolution, or else a million samples. Without `phases` those of Stable Diffusion 2 base, for its U-Net alone."""
-    if phases is None:
-        phases = SD2_BASE if network == 'sd2-base' else ()
-    works = (TrainingWork(phase.amount, phase.num_samples) for phase in phases if phase.resolution == resolution)
-    return next(works, MILLION)

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.reporting.figures import MOST_SERIES, Paid, cost_figure
-from benchmarks.reporting.page import Block, FigureBlock, Notes, Section, Table
-from benchmarks.reporting.series import LOWER_LAW, PREDICTED, WITH_OUTLIER
+from benchmarks.reporting.page import Block, Section, Table
+from benchmarks.reporting.series import LOWER_LAW
 from diffusion.common.text import counted
 from diffusion.cost.assumptions import draw_all, load_assumptions
 from diffusion.cost.bill import TrainingJob, TrainingPhase, ways_to_pay
@@ -37,7 +36,6 @@ def cost_section(
         gpu: its name in the list of prices.
         has_outliers: the rates are of series that have some.
     """
-    ways: dict[str, list[Paid]] = {}
     rows, impossible = [], list[str]()
     assumed, offers = draw_all(load_assumptions()), prices.plans(gpu)
     jobs = {num_gpus: _job(phases, images_per_sec, origins[num_gpus], num_gpus) for num_gpus, images_per_sec in sorted(rates.items())}
@@ -46,15 +44,11 @@ def cost_section(
             (row,) = ways_to_pay(job, assumed, prices, [price])
             if row.quantity is None:
                 impossible.append(f'{offer}, {counted(num_gpus, "GPU")}: {row.formula}')
-                continue
-            wall_days, paid = float(np.median(row.quantity)) / HOURS_PER_DAY, float(np.median(row.dollars))
-            ways.setdefault(offer, []).append(Paid(num_gpus, wall_days, paid, origins[num_gpus] in (PREDICTED, WITH_OUTLIER)))
-            rows.append([offer, str(num_gpus), origins[num_gpus], f'{wall_days:,.2f}', f'${paid:,.0f}'])
-    if not ways:
+            else:
+                days, paid = float(np.median(row.quantity)) / HOURS_PER_DAY, float(np.median(row.dollars))
+                rows.append([offer, str(num_gpus), origins[num_gpus], f'{days:,.2f}', f'${paid:,.0f}'])
+    if not rows:
         return None
-    shown = dict(list(ways.items())[:MOST_SERIES])
-    which = 'the ways' if len(shown) == len(ways) else f'the first {len(shown)} of {len(ways)} ways'
-    hollow = '; hollow markers are predicted' if any(one.is_predicted for points in shown.values() for one in points) else ''
     blocks: list[Block] = [
         f'{what}. Training with its saves, failures and restarts, and on spot with machines taken away and waited for, as '
         'diffusion/cost/assumptions.yaml has them (medians); a reservation is paid for its whole time, a capacity block for whole days. Encoding, '
@@ -62,8 +56,7 @@ def cost_section(
         'own with --price.',
         *([LOWER_LAW] if has_outliers else []),
         Table(HEAD, rows),
-        Notes([f'{offer}: {price}' for offer, price in offers.items()]),
-        FigureBlock('cost', cost_figure(shown, 'training'), f'Cost over time for {which} to pay for {gpu}; {what}{hollow}.'),
+        Table(('paid', 'price:'), [[offer, str(price)] for offer, price in offers.items()]),
         *impossible,
     ]
     return Section('Ways to pay', blocks)

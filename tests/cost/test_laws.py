@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.reporting.series import MILLION, ScalingSeries
+from benchmarks.reporting.series import ScalingSeries
 from diffusion.cost.scaling import ScalingLaws, ScalingPoint
 from diffusion.cost.throughput import points_and_laws
 
@@ -14,7 +14,7 @@ def law(num_gpus, global_size):
 
 def both(points):
     """Rates of each by number of GPUs and global batch."""
-    reported = ScalingSeries(name='reported', points=points, work=MILLION, gpus_per_node=64)
+    reported = ScalingSeries(name='reported', points=points, gpus_per_node=64)
     return [
         reported.images_per_sec,
         lambda num_gpus, global_size: (
