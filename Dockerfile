@@ -30,8 +30,7 @@ WORKDIR /deps
 COPY setup.py pyproject.toml constraints.txt ./
 COPY diffusion/__init__.py diffusion/
 ARG EXTRAS=all
-# With bytecode: a user of the image may not write it, and each process would compile 13 s of imports again.
-RUN /opt/uv/bin/uv pip install --no-cache --compile-bytecode --python /opt/venv/bin/python --constraint constraints.txt ".[${EXTRAS}]" && \
+RUN /opt/uv/bin/uv pip install --no-cache --python /opt/venv/bin/python --constraint constraints.txt ".[${EXTRAS}]" && \
     /opt/uv/bin/uv pip uninstall --python /opt/venv/bin/python text-to-image-recipes
 
 FROM system

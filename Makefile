@@ -112,8 +112,7 @@ install: .venv/installed-dev
 
 # uv, because Composer and Streaming are installed against their own bounds (pyproject.toml). It installs the versions of constraints.txt.
 UV := uv>=0.9,<1
-# Bytecode once, here: where PYTHONDONTWRITEBYTECODE is set or nobody may write, each process would compile Composer's imports again, 13 s of CPU.
-UV_INSTALL = pip install --quiet --compile-bytecode $(if $(TORCH),--torch-backend $(TORCH))
+UV_INSTALL = pip install --quiet $(if $(TORCH),--torch-backend $(TORCH))
 
 $(BIN)/uv:
 	@test -n "$(PYTHON)" || { echo 'Python 3.11, 3.12 or 3.13 is needed and none was found; name one with PYTHON=/path/to/python3.12'; exit 2; }
