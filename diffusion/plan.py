@@ -165,17 +165,14 @@ def _assumptions(path: Path | None, changes: Sequence[str], recipes: Sequence[An
     """
     assumptions = load_assumptions(path, changes)
     preparation, encoding = assumptions.preparation, dict(assumptions.encoding)
-    latents = {recipe.data.resolution for recipe in recipes if recipe.data.kind == 'latents'}
     counts = [(recipe.data, count) for recipe, count in zip(recipes, known, strict=True) if count is not None]
     named = any(text.startswith('preparation.num_images=') for text in changes)
-    if named or preparation.num_images != load_assumptions().preparation.num_images:
-        for px in latents - set(map(int, encoding)):
-            if (found := encoding_at(assumptions.encoding, px)) is not None:
-                encoding[str(px)] = replace(found[0], num_images=None)
-    for px in latents:
+    named = named or preparation.num_images != load_assumptions().preparation.num_images
+    for px in {recipe.data.resolution for recipe in recipes if recipe.data.kind == 'latents'}:
         here = [count for data, count in counts if (data.kind, data.resolution) == ('latents', px)]
-        if here and (found := encoding_at(encoding, px)) is not None:
-            encoding[str(px)] = replace(found[0], num_images=max(here))
+        found = encoding_at(assumptions.encoding, px)
+        if found is not None and (here or (named and str(px) not in encoding)):
+            encoding[str(px)] = replace(found[0], num_images=max(here, default=None))
     if counts:
         preparation = replace(preparation, num_images=max(count for _, count in counts))
     return replace(assumptions, encoding=encoding, preparation=preparation)

@@ -17,7 +17,7 @@ from benchmarks.sweeping.launching import DEFAULT_LAUNCHER, PLACEHOLDERS
 from diffusion.common.text import counted, did_you_mean
 from diffusion.contracts.errors import ManifestError
 from diffusion.cost.facts import known_images
-from diffusion.cost.hardware import MEMORY_GB, PEAK_FLOPS, gpu_name
+from diffusion.cost.hardware import PEAK_FLOPS, gpu_name
 from diffusion.recipe import Recipe
 from diffusion.recipe.keys import MISSING, key
 
@@ -208,8 +208,8 @@ def ends_of_epochs(points: Sequence[Point], max_steps: int) -> list[str]:
 def unknown_hardware(sweep: Sweep) -> list[str]:
     """Warn if `hardware` is no GPU of cost/hardware.py: it may be another one, or a typing error, for which all points would be measured again."""
     name = sweep.hardware
-    if name in (None, ON_CPU) or gpu_name(name) or gpu_name(name, PEAK_FLOPS):
+    if name in (None, ON_CPU) or gpu_name(name, PEAK_FLOPS):
         return []
-    known = sorted({*MEMORY_GB, *(gpu.lower().replace(' ', '-') for gpu in PEAK_FLOPS)})
+    known = sorted(PEAK_FLOPS)
     hint = did_you_mean(name.lower(), known)
     return [f"hardware: no GPU '{name}' is known{hint} It is used unchanged, and tells these rows from others. Known: {', '.join(known)}"]

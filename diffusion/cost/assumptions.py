@@ -110,19 +110,15 @@ class Assumptions:
     work: WorkAssumptions = key(WorkAssumptions)
 
 
-class AssumptionError(InputError):
-    """All mistakes of a file of assumptions and its overrides."""
-
-
 def load_assumptions(path: Path | None = None, overrides: Sequence[str] = ()) -> Assumptions:
-    """Read diffusion/cost/assumptions.yaml, changed by the file `path` and by `key=value` overrides; AssumptionError has all mistakes."""
+    """Read diffusion/cost/assumptions.yaml, changed by the file `path` and by `key=value` overrides; InputError has all mistakes."""
     errors: list[str] = []
     layers = [*file_layers(DEFAULT, errors), *(file_layers(path, errors) if path is not None else []), *override_layers(overrides, errors)]
     assumptions: Assumptions = merge(Assumptions, layers, errors)
     unset = {error.partition(':')[0] for error in errors}
     errors += [error for error in _mistakes(assumptions) if error.partition(':')[0] not in unset]
     if errors:
-        raise AssumptionError('\n'.join([f'{path or DEFAULT.name}: {counted(len(errors), "error")}', *(f'  - {error}' for error in errors)]))
+        raise InputError('\n'.join([f'{path or DEFAULT.name}: {counted(len(errors), "error")}', *(f'  - {error}' for error in errors)]))
     return assumptions
 
 
@@ -158,9 +154,8 @@ def encoding_at(encoding: Mapping[str, EncodingAssumptions], resolution: int) ->
     if int(nearest) == resolution:
         return size, size.source if isinstance(size, DerivedEncoding) else source
     rate, pixels = size.images_per_gpu_sec, (int(nearest) / resolution) ** 2
-    scaled = [one * pixels for one in rate] if isinstance(rate, list) else rate * pixels
     source = f'{source}, by pixels'
-    return DerivedEncoding(size.num_images, scaled, size.gpu, source), source
+    return DerivedEncoding(size.num_images, [one * pixels for one in rate] if isinstance(rate, list) else rate * pixels, size.gpu, source), source
 
 
 def draw_all(assumptions: Assumptions, num_draws: int = NUM_DRAWS, seed: int = 0) -> Assumptions:

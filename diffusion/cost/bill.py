@@ -13,7 +13,19 @@ from diffusion.common.text import counted
 from diffusion.contracts.errors import InputError
 from diffusion.cost.assumptions import Assumptions, DerivedEncoding, EncodingAssumptions
 from diffusion.cost.encoders import PricedEncoder
-from diffusion.cost.formulas import BYTES_PER_GB, BYTES_PER_TB, HOURS_PER_DAY, HOURS_PER_YEAR, SEC_PER_HOUR, Number, Phase, hours, median, spread_text
+from diffusion.cost.formulas import (
+    BYTES_PER_GB,
+    BYTES_PER_TB,
+    HOURS_PER_DAY,
+    HOURS_PER_YEAR,
+    SEC_PER_HOUR,
+    Number,
+    Phase,
+    hours,
+    in_words,
+    median,
+    spread_text,
+)
 from diffusion.cost.prices import CostRow, Price, Prices, priced
 
 LARGEST_STRETCH = 100  # wall time over that of steps and saves: more is no plan
@@ -255,12 +267,10 @@ def _prepared(
     made = assumed.preparation
     machine, downloaded = prices[made.machine], made.num_images / made.kept_share
     if made.downloaded_share is not None:
-        formula = (
-            f'{spread_text(made.num_images)} images / {spread_text(made.kept_share)} kept / {spread_text(made.downloaded_share)} answering '
-            f'/ {spread_text(made.urls_per_machine_hour)} URLs a machine-hour'
-        )
+        factors = made.num_images, made.kept_share, made.downloaded_share, made.urls_per_machine_hour
+        formula = in_words('{} images / {} kept / {} answering / {} URLs a machine-hour', *factors)
         yield priced('data', 'download', downloaded / made.downloaded_share / made.urls_per_machine_hour, machine, formula)
-    formula = f'{spread_text(downloaded)} images / {spread_text(made.images_per_machine_hour)} a machine-hour'
+    formula = in_words('{} images / {} a machine-hour', downloaded, made.images_per_machine_hour)
     yield priced('data', 'convert to shards', downloaded / made.images_per_machine_hour, machine, formula)
     for phase, size in latents:
         if size is None:
@@ -287,14 +297,12 @@ def _training(job: TrainingJob, parts: Sequence[InterruptedWork], paid_hours: Nu
             each = f' x {encoder.units:g}' if encoder.units != 1 else ''
             formula = f'{spread_text(wall_hours)} hours of training, saves, restarts and evaluation x {counted(phase.num_encoders, "encoder")}{each}'
             yield priced('encoding', f'encoders, {phase.name}', wall_hours * phase.num_encoders * encoder.units, encoder.price, formula)
-    formulas = list[str]()
+    formulas = []
     for part in parts:
-        wait = f', {spread_text(part.wait_sec)} s without machines' if np.any(np.asarray(part.wait_sec) > 0) else ''
-        formulas.append(
-            f'a failure every {spread_text(part.between_sec / SEC_PER_HOUR)} h, {spread_text(part.restart_sec)} s until the next step{wait}; '
-            f'{spread_text(part.save_sec)} s a save every {spread_text(part.interval_sec)} s: '
-            f'{spread_text(100 * (part.paid_stretch - 1))} % on top'
-        )
+        wait = in_words(', {} s without machines', part.wait_sec) if np.any(np.asarray(part.wait_sec) > 0) else ''
+        failures = in_words('a failure every {} h, {} s until the next step', part.between_sec / SEC_PER_HOUR, part.restart_sec)
+        saves = in_words('{} s a save every {} s: {} % on top', part.save_sec, part.interval_sec, 100 * (part.paid_stretch - 1))
+        formulas.append(f'{failures}{wait}; {saves}')
     yield priced('training', 'saves, failures and restarts', paid_hours * num_gpus - gpu_hours, price, '; '.join(dict.fromkeys(formulas)))
     for phase in job.phases:
         if np.any(phase.score_hours):
@@ -319,7 +327,7 @@ def _stored(
 
     def stored(what: str, count: Number, num_bytes: Number, months: Number) -> CostRow:
         terabytes = count * num_bytes / BYTES_PER_TB
-        formula = f'{spread_text(count)} x {spread_text(num_bytes)} bytes = {spread_text(terabytes)} TB for {spread_text(months)} months'
+        formula = in_words('{} x {} bytes = {} TB for {} months', count, num_bytes, terabytes, months)
         return priced('storage', f'store {what}', terabytes * months, prices[kept.price], formula)
 
     written = read = 0.0
@@ -341,10 +349,9 @@ def _stored(
     if not from_shards:
         return
     for name, verb, num_bytes, price in (('PUT', 'written', written, prices[network.put]), ('GET', 'read', read, prices[network.get])):
-        formula = f'{spread_text(num_bytes / BYTES_PER_TB)} TB {verb} / {spread_text(network.shard_bytes)} bytes a shard'
+        formula = in_words(f'{{}} TB {verb} / {{}} bytes a shard', num_bytes / BYTES_PER_TB, network.shard_bytes)
         yield priced('network', f'{name} requests', num_bytes / network.shard_bytes / 1000, price, formula)
-    times = spread_text(network.downloads_per_epoch)
-    formula = f'{spread_text(read / BYTES_PER_TB)} TB read: by encoding once, by training {times} x in each epoch'
+    formula = in_words('{} TB read: by encoding once, by training {} x in each epoch', read / BYTES_PER_TB, network.downloads_per_epoch)
     yield priced('network', 'egress', read / BYTES_PER_GB, prices[network.egress], formula)
 
 

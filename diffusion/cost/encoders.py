@@ -15,7 +15,7 @@ from diffusion.cost.facts import Facts
 from diffusion.cost.formulas import BYTES_PER_MB, BYTES_PER_TB, ONLINE_FACTOR, SEC_PER_HOUR, Number, hours, median, spread_text, two_digits
 from diffusion.cost.hardware import gpu_name, peak_flops
 from diffusion.cost.prices import UNITS, CostRow, Price, Prices, gpu_of, load_prices, priced
-from diffusion.cost.throughput import ANYSCALE_ENCODING, Rate
+from diffusion.cost.throughput import A10G_FLOP, A10G_IMAGES_PER_SEC, Rate
 from diffusion.recipe import Recipe
 from diffusion.recipe.schema import Cost, RayEncoders
 
@@ -31,12 +31,13 @@ def num_that_keep_up(images_per_sec: Number, one_images_per_sec: Number, headroo
 
 def rate_of_gpu(gpu: str | None, training_gpu: str, resolution: int, vae_flop: float | None, assumed: Assumptions) -> Rate | None:
     """Return the rate of one GPU (None: CPU cores) that encodes images without text; None if nothing is known."""
-    nearest, published, row = encoding_at(assumed.encoding, resolution), None, ANYSCALE_ENCODING
-    if gpu == row.gpu:
-        flop = row.flop_per_image * (resolution / row.resolution) ** 2 if vae_flop is None else vae_flop  # not counted: by pixels
-        published = Rate(row.images_per_sec, 'published', f'{row.images_per_sec:,.0f} images/s of {row.what} ({row.source})')
-        if (flop, resolution) != (row.flop_per_image, row.resolution):
-            published = Rate(row.images_per_sec * row.flop_per_image / flop, 'assumed', f'{published.note}, by FLOP')
+    nearest, published = encoding_at(assumed.encoding, resolution), None
+    if gpu == 'a10g':
+        note = f'{A10G_IMAGES_PER_SEC:,.0f} images/s of an A10G at 256 px with text (Anyscale, 2024, table 2, derived: 4,068 / 40)'
+        flop = A10G_FLOP * (resolution / 256) ** 2 if vae_flop is None else vae_flop  # not counted: by pixels
+        published = Rate(A10G_IMAGES_PER_SEC * A10G_FLOP / flop, 'assumed', f'{note}, by FLOP')
+        if flop == A10G_FLOP:
+            published = Rate(A10G_IMAGES_PER_SEC, 'published', note)
     if gpu is None or nearest is None:
         return published
     size, source = nearest

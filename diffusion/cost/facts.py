@@ -26,7 +26,7 @@ from diffusion.recipe.merging import merge
 from diffusion.recipe.reading import file_layers, override_layers
 from diffusion.recipe.rules import PIXELS_PER_LATENT
 from diffusion.recipe.schema import EvalSamples, RayEncoders, present
-from diffusion.recipe.techniques import AdamWSettings, OptimizerSettings, optimizer_of
+from diffusion.recipe.techniques import optimizer_of
 
 # Of a sample in addition to its moments: key, caption and what MDS adds. LAION's captions have 60 to 100 letters; an assumption, 1 % at 256 px.
 TEXT_BYTES = 200
@@ -120,30 +120,28 @@ def num_shards(sharding: str, world_size: int, local_world_size: int) -> int:
 
 
 def state_bytes(
-    num_parameters: int,  # that are trained
-    sharding: str,  # the recipe's `train.sharding`
-    precision: str,  # and `train.precision`
+    recipe: AnyRecipe,
+    num_trained: int,  # parameters
+    num_in_matrices: int,  # of these, those that the optimizer treats as matrices
     num_gpus: int,
     gpus_per_node: int = 8,
-    num_averages: int = 1,  # of the weights, on the GPU
     accumulates: bool = False,  # there are several micro-batches a step; FSDP2 keeps whole gradients until the last of them
     num_frozen: int = 0,  # parameters of the network that an adapter belongs to, in the precision that they are computed with
-    optimizer: OptimizerSettings | None = None,  # settings that answer for it (`optimizer_of(recipe)`); None is AdamW
-    num_in_matrices: int = 0,  # of the trained ones, parameters that it treats as matrices
 ) -> dict[str, int]:
     """Return what one GPU holds from step to step or for the length of one, apart from activations, by purpose."""
+    sharding, precision = recipe.train.sharding, recipe.train.precision
     shards = num_shards(sharding, num_gpus, min(num_gpus, gpus_per_node))
-    share = -(-num_parameters // shards)
+    share = -(-num_trained // shards)
     # In bf16, and under zero2 and hsdp without `bf16` the gathered fp32 weights.
     copies = {'amp_bf16': 2, 'bf16': 2, 'fp32': 0}[precision] + (4 if sharding != 'ddp' and precision != 'bf16' else 0)
     with_ddp = sharding == 'ddp' and precision != 'bf16' and num_gpus > 1  # it averages in buffers; FSDP2 reduces block by block instead
     return {
         'weights': 4 * share,
-        'gradients': 4 * (num_parameters if accumulates else share),
-        'optimizer state': (optimizer or AdamWSettings()).state_bytes(share, -(-num_in_matrices // shards)),
-        'EMA': 4 * share * num_averages,
-        'copies of the weights to compute with': copies * num_parameters,
-        "DDP's buckets": 4 * num_parameters if with_ddp else 0,
+        'gradients': 4 * (num_trained if accumulates else share),
+        'optimizer state': optimizer_of(recipe).state_bytes(share, -(-num_in_matrices // shards)),
+        'EMA': 0 if recipe.ema.offload else 4 * share * len(profiles(recipe.ema)),
+        'copies of the weights to compute with': copies * num_trained,
+        "DDP's buckets": 4 * num_trained if with_ddp else 0,
         'frozen network': (4 if precision == 'fp32' else 2) * num_frozen,
     }
 
@@ -184,31 +182,12 @@ class GpuMemory:
         return self.micro_size > 0 and self.total <= MEMORY_SHARE * self.gpu_bytes
 
 
-@dataclass(frozen=True)
-class EvaluationWork:
-    """Drawing `samples` images at each of some guidance scales; feature networks, which take a few percent more, are left out.
+def drawing_flop(num_images: int, guidance: Sequence[float], steps: int, pass_flop: float, decode_flop: float = 0.0) -> float:
+    """FLOP of drawing so many images at each guidance scale; feature networks, which take a few percent more, are left out.
 
     FLOP are of the denoiser's forward pass over one image, and of the VAE's decoder; guidance above 1 takes a second pass, without the caption.
     """
-
-    samples: int
-    guidance: Sequence[float]
-    steps: int
-    pass_flop: float
-    decode_flop: float = 0.0
-
-    def flop_of_image(self, guidance: float) -> float:
-        """FLOP of one image at a guidance scale."""
-        return self.steps * (2 if guidance > 1 else 1) * self.pass_flop + self.decode_flop
-
-    @property
-    def flop(self) -> float:
-        """FLOP of all images."""
-        return self.samples * sum(map(self.flop_of_image, self.guidance))
-
-    def gpu_hours(self, flop_per_sec: Number) -> Number:
-        """Hours of one GPU that computes so much in a second; of n GPUs each takes an n-th."""
-        return self.flop / flop_per_sec / SEC_PER_HOUR
+    return num_images * sum(steps * (2 if scale > 1 else 1) * pass_flop + decode_flop for scale in guidance)
 
 
 @dataclass(frozen=True)
@@ -331,8 +310,8 @@ class Facts:
         if samples is None:
             return 0.0
         drawn_by_one = DRAWN_TOGETHER * math.ceil(samples.count / DRAWN_TOGETHER / num_gpus)
-        work = EvaluationWork(self.num_scores * drawn_by_one, [samples.guidance], samples.steps, self.counts.flop / passes)
-        return work.gpu_hours(self.counts.flop * images_per_sec / num_gpus)
+        flop = drawing_flop(self.num_scores * drawn_by_one, [samples.guidance], samples.steps, self.counts.flop / passes)
+        return flop / (self.counts.flop * images_per_sec / num_gpus) / SEC_PER_HOUR
 
     @property
     def per_sample_bytes(self) -> int:
@@ -344,17 +323,14 @@ class Facts:
         """Return the memory of one GPU; `micro_size` is the recipe's unless given, and with `auto` the largest that should fit, 0 if none does."""
         recipe, encoders, counts = self.recipe, self.counts.encoders, self.counts
         per_gpu, gpu_bytes = recipe.batch.global_size // cluster.num_gpus, cluster.gpu_gb * 1e9
-        num_averages = 0 if recipe.ema.offload else len(profiles(recipe.ema))
-        frozen_bytes = 0
+        trained, frozen = (counts.trained_parameters, counts.num_in_matrices), counts.num_parameters if recipe.adapter is not None else 0
+        encoder_bytes = 0
         if encoders is not None:
-            frozen_bytes = (4 if recipe.train.precision == 'fp32' else 2) * encoders.text_parameters + 4 * encoders.vae_parameters
+            encoder_bytes = (4 if recipe.train.precision == 'fp32' else 2) * encoders.text_parameters + 4 * encoders.vae_parameters
 
         def held(accumulates: bool) -> dict[str, int]:
-            how, gpus = (recipe.train.sharding, recipe.train.precision), (cluster.num_gpus, cluster.gpus_per_node)
-            frozen = counts.num_parameters if recipe.adapter is not None else 0
-            optimizer = optimizer_of(recipe), counts.num_in_matrices
-            state = state_bytes(counts.trained_parameters, *how, *gpus, num_averages, accumulates, frozen, *optimizer)
-            return state | {'frozen encoders': frozen_bytes}
+            state = state_bytes(recipe, *trained, cluster.num_gpus, cluster.gpus_per_node, accumulates, frozen)
+            return state | {'frozen encoders': encoder_bytes}
 
         if micro_size is None and recipe.batch.micro_size == 'auto':
             room_bytes = gpu_bytes * MEMORY_SHARE - sum(held(accumulates=True).values())

@@ -123,6 +123,11 @@ def spread_text(number: Number, decimals: int | None = None) -> str:
     return f'{value:,.{decimals}f}'
 
 
+def in_words(template: str, *numbers: Number) -> str:
+    """Put numbers into a sentence, each as `spread_text` writes it."""
+    return template.format(*map(spread_text, numbers))
+
+
 def two_digits(value: float) -> str:
     """Write a number with two significant digits, as many as an assumption deserves: `1,200`, `0.012`."""
     rounded = float(f'{value:.2g}')

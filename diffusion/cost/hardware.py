@@ -15,39 +15,27 @@ from diffusion.contracts.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-# Dense 16-bit tensor FLOP/s from the vendors' data sheets, by names as `gpu_name` looks them up.
-PEAK_FLOPS: dict[str, float] = {
-    'GB200': 2.5e15,
-    'B200': 2.25e15,
-    'GH200': 9.89e14,
-    'H200 NVL': 8.35e14,
-    'H200': 9.89e14,
-    'H100 PCIE': 7.56e14,
-    'H100 NVL': 8.35e14,
-    'H100': 9.89e14,
-    'A100': 3.12e14,
-    'L40S': 3.62e14,
-    'A10G': 7.0e13,  # AWS's own; an A10 has 1.25e14
-    'RTX 4090': 1.652e14,  # summed in float32, as training does; twice that in float16
-    'TRAINIUM': 1.9e14,
+# Dense 16-bit tensor FLOP/s, and memory in GB (1e9 bytes; a device reports a few percent less or more), from the data sheets, by the names of
+# diffusion/cost/prices.yaml. None: there are several sizes.
+GPUS: dict[str, tuple[float, float | None]] = {
+    'a100-40gb': (3.12e14, 40),
+    'a100-80gb': (3.12e14, 80),
+    'a100': (3.12e14, None),
+    'h100': (9.89e14, 80),
+    'h100-pcie': (7.56e14, 80),
+    'h100-nvl': (8.35e14, 94),
+    'h200': (9.89e14, 141),
+    'h200-nvl': (8.35e14, 141),
+    'gh200': (9.89e14, None),
+    'b200': (2.25e15, 180),
+    'gb200': (2.5e15, 186),
+    'l40s': (3.62e14, 48),
+    'a10g': (7.0e13, 24),  # AWS's own; an A10 has 1.25e14
+    'rtx-4090': (1.652e14, 24),  # summed in float32, as training does; twice that in float16
+    'trainium': (1.9e14, 32),
 }
-
-# Memory in GB (1e9 bytes) by the names of diffusion/cost/prices.yaml, from the same data sheets. What a device reports differs by a few percent.
-MEMORY_GB: dict[str, float] = {
-    'a100-40gb': 40,
-    'a100-80gb': 80,
-    'h100': 80,
-    'h100-pcie': 80,
-    'h100-nvl': 94,
-    'h200': 141,
-    'h200-nvl': 141,
-    'b200': 180,
-    'gb200': 186,
-    'l40s': 48,
-    'a10g': 24,
-    'rtx-4090': 24,
-    'trainium': 32,
-}
+PEAK_FLOPS = {name: peak for name, (peak, _) in GPUS.items()}
+MEMORY_GB = {name: size for name, (_, size) in GPUS.items() if size is not None}
 
 # Compute capability of GPUs that some builds of a PyTorch within the bounds of setup.py have no kernels for.
 COMPUTE_CAPABILITY = {'b200': (10, 0), 'gb200': (10, 0)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from diffusion.common.text import counted
@@ -34,13 +35,18 @@ class PhasePlan(TrainingPhase):
     rate: Rate
     memory: GpuMemory
     mfu: float | None  # by the rate; None: the GPU's peak is not known
-    needs: str = ''  # a change without which the recipe is not sound here
-    fleet: OnlineFleet | None = None  # the recipe's encoders on other machines
+    needs: str  # a change without which the recipe is not sound here
+    fleet: OnlineFleet | None  # the recipe's encoders on other machines
 
     @property
     def likely_hours(self) -> float:
         """Wall hours of the steps alone, at the rate that is most likely."""
         return hours(self.phase.num_samples, self.rate.images_per_sec)
+
+    @property
+    def unlimited(self) -> Number:
+        """Images/s if encoders on other machines never made the training wait."""
+        return self.images_per_sec if self.fleet is None else self.fleet.unlimited
 
 
 @dataclass(frozen=True)
@@ -87,50 +93,53 @@ def column(
     recipes: Sequence[Facts], sources: Sequence[RateSource], cluster: Cluster, assumed: Assumptions, encoders: Sequence[PricedEncoder]
 ) -> Column:
     """Plan the recipes on a cluster, with smaller micro-batches if need be, or say what is wrong; RateError for a rate that no GPU can reach."""
-    here, num_gpus, phases = [facts.on(cluster.num_gpus) for facts in recipes], cluster.num_gpus, []
+    here, num_gpus = [facts.on(cluster.num_gpus) for facts in recipes], cluster.num_gpus
     errors = tuple(
         f'{facts.name}: {error}' for facts in here for rule in RULES if applies(rule, type(facts.recipe)) for error in rule(facts.recipe, num_gpus)
     )
     if errors:
         return Column(cluster, errors=errors)
+    phases = []
     for asked, facts, source, encoder in zip(recipes, here, sources, encoders, strict=True):
-        recipe, rate, micro_size, peak = facts.recipe, source.rate(num_gpus), facts.recipe.batch.micro_size, peak_flops(cluster.gpu)
-        share = mfu(rate.images_per_sec / num_gpus, facts.counts.flop, peak)
+        recipe, rate, micro_size = facts.recipe, source.rate(num_gpus), facts.recipe.batch.micro_size
+        utilisation = partial(mfu, flop_per_image=facts.counts.flop, peak=peak_flops(cluster.gpu))
+        share = utilisation(rate.images_per_sec / num_gpus)
         if share is not None and share > 1:
             raise RateError(
                 f'{facts.name}: {rate.images_per_sec:,.6g} images/s on {counted(num_gpus, "GPU")} ({rate.how}) would be an MFU of '
                 f'{share:.0%} of {cluster.gpu}: no GPU does more than its peak; give the images/s of all GPUs together at this resolution, '
                 'and their number (RATE@GPUS)'
             )
-        fleet = online_fleet(facts, rate.drawn, encoder, assumed)
+        score_hours, fleet = facts.score_hours(rate.drawn, num_gpus), online_fleet(facts, rate.drawn, encoder, assumed)
         if fleet is not None and fleet.speed < 1 and fleet.encoder.rate is not None:  # training waits for its encoders
             one, limited = fleet.encoder.rate, fleet.images_per_sec
             note = f'by {counted(fleet.encoders.actors, "encoder")} of {one.amount} images/s ({one.how}); without a limit {rate.images_per_sec:,.6g}'
             draws = limited if is_uncertain(limited) else None
             rate = Rate(median(limited), 'limited', '; '.join(filter(None, [note, rate.note])), draws)
-        phase = PhasePlan(
-            name=facts.name,
-            phase=facts.phase,
-            images_per_sec=rate.drawn,
-            origin=rate.how,
-            sample_bytes=facts.sample_bytes(assumed),
-            checkpoint_bytes=facts.checkpoint_bytes,
-            num_checkpoints=facts.checkpoints_kept(rate.images_per_sec),
-            save_interval_sec=facts.save_interval_sec(rate.images_per_sec),
-            gpu_hours_between_failures=recipe.faults.gpu_hours_between_failures,
-            kind=recipe.data.kind,
-            encoder=encoder,
-            num_encoders=0 if fleet is None else fleet.encoders.actors,
-            score_hours=facts.score_hours(rate.drawn if fleet is None else fleet.unlimited, num_gpus),
-            facts=facts,
-            source=source,
-            rate=rate,
-            memory=facts.memory(cluster),
-            mfu=mfu(rate.images_per_sec / num_gpus, facts.counts.flop, peak),
-            needs='' if micro_size == asked.recipe.batch.micro_size else f'batch.micro_size={micro_size}',
-            fleet=fleet,
+        phases.append(
+            PhasePlan(
+                name=facts.name,
+                phase=facts.phase,
+                images_per_sec=rate.drawn,
+                origin=rate.how,
+                sample_bytes=facts.sample_bytes(assumed),
+                checkpoint_bytes=facts.checkpoint_bytes,
+                num_checkpoints=facts.checkpoints_kept(rate.images_per_sec),
+                save_interval_sec=facts.save_interval_sec(rate.images_per_sec),
+                gpu_hours_between_failures=recipe.faults.gpu_hours_between_failures,
+                kind=recipe.data.kind,
+                encoder=encoder,
+                num_encoders=0 if fleet is None else fleet.encoders.actors,
+                score_hours=score_hours,
+                facts=facts,
+                source=source,
+                rate=rate,
+                memory=facts.memory(cluster),
+                mfu=utilisation(rate.images_per_sec / num_gpus),
+                needs='' if micro_size == asked.recipe.batch.micro_size else f'batch.micro_size={micro_size}',
+                fleet=fleet,
+            )
         )
-        phases.append(phase)
     return Column(cluster, tuple(phases))
 
 
@@ -138,8 +147,7 @@ def project_plan(
     columns: Sequence[Column], chosen: Column, assumed: Assumptions, prices: Prices, price: Price, counts_of: Callable[[AnyRecipe], Counts]
 ) -> ProjectPlan:
     """Make all rows and notes of a plan, with the bill of the chosen column at the price of a GPU's hour."""
-    cluster, phases = chosen.cluster, chosen.phases
-    gpu, num_gpus = cluster.gpu, cluster.num_gpus
+    cluster, phases, gpu, num_gpus = chosen.cluster, chosen.phases, chosen.cluster.gpu, chosen.cluster.num_gpus
     job = TrainingJob(phases, num_gpus)
     bill = make_bill(job, assumed, prices, price)
     rows = [row for phase in phases for row in _recipe_rows(phase)]
@@ -152,26 +160,22 @@ def project_plan(
     rows += checks
     for phase in phases:
         assert phase.encoder is not None
-        unlimited = phase.images_per_sec if phase.fleet is None else phase.fleet.unlimited
-        rows += ways_to_encode(phase.facts, unlimited, num_gpus, phase.encoder, price, assumed, prices, phase.rate.how)
+        rows += ways_to_encode(phase.facts, phase.unlimited, num_gpus, phase.encoder, price, assumed, prices, phase.rate.how)
     rows += ways_to_pay(job, assumed, prices, [price, *(offer for offer in prices.plans(gpu).values() if offer != price)])
 
     limit = ROOFLINE_MFU_A100 if gpu.startswith('a100') else ROOFLINE_MFU
-    warnings = [
-        *([f'{gpu}: {NOT_SUPPORTED[gpu]}; this plan is arithmetic for a comparison'] if gpu in NOT_SUPPORTED else []),
-        *(warning for phase in phases for warning in phase.source.warnings),
-        *(
-            f"{phase.name} on {counted(one.cluster.num_gpus, 'GPU')}: an MFU of {phase.mfu:.0%} is above the roofline of SD2's U-Net on "
-            f'{gpu}, about {limit:.0%}: measure again before you believe it'
-            for one in columns
-            for phase in one.phases
-            if phase.mfu is not None and phase.mfu > limit
-        ),
-        *(check.source for check in checks if check.source),
-        *(text for phase in phases if phase.fleet is not None for text in phase.fleet.warnings(phase.name)),
-        *(text for phase in phases for text in text_warnings(phase.facts)),
-        *bill.warnings,
+    warnings = [f'{gpu}: {NOT_SUPPORTED[gpu]}; this plan is arithmetic for a comparison'] if gpu in NOT_SUPPORTED else []
+    warnings += [warning for phase in phases for warning in phase.source.warnings]
+    warnings += [
+        f"{phase.name} on {counted(one.cluster.num_gpus, 'GPU')}: an MFU of {phase.mfu:.0%} is above the roofline of SD2's U-Net on "
+        f'{gpu}, about {limit:.0%}: measure again before you believe it'
+        for one in columns
+        for phase in one.phases
+        if phase.mfu is not None and phase.mfu > limit
     ]
+    warnings += [check.source for check in checks if check.source]
+    warnings += [text for phase in phases if phase.fleet is not None for text in phase.fleet.warnings(phase.name)]
+    warnings += [*(text for phase in phases for text in text_warnings(phase.facts)), *bill.warnings]
     not_counted, certain = list(bill.not_counted), list[str]()
     for phase in phases:
         rate, step_sec = phase.rate, phase.facts.recipe.batch.global_size / phase.rate.images_per_sec
@@ -188,17 +192,14 @@ def project_plan(
 
 def _steps_alone(one: Column, price: Price) -> list[CostRow]:
     """Return time and money of the steps of all recipes on a cluster, or what is wrong with them there."""
-
-    def row(what: str, quantity: Number | None, unit: str, price: Price | None = None, formula: str = '') -> CostRow:
-        return CostRow('steps alone', what, quantity, unit, price, formula, num_gpus=one.cluster.num_gpus)
-
+    row = partial(CostRow, 'steps alone', num_gpus=one.cluster.num_gpus)
     if one.errors:
         return [row('no plan', None, '', formula=error) for error in one.errors]
-    gpu_hours = sum(phase.likely_hours for phase in one.phases) * one.cluster.num_gpus
+    wall_hours = sum(phase.likely_hours for phase in one.phases)
     return [
         row('nodes', one.cluster.num_nodes, 'nodes'),
-        row('days', gpu_hours / one.cluster.num_gpus / HOURS_PER_DAY, 'days'),
-        row('training', gpu_hours, 'GPU-hour', price),
+        row('days', wall_hours / HOURS_PER_DAY, 'days'),
+        row('training', wall_hours * one.cluster.num_gpus, 'GPU-hour', price),
     ]
 
 
@@ -222,8 +223,7 @@ def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[CostR
             train=replace(recipe.train, sharding=sharding),
             ema=average if row.row.get('ema') else replace(recipe.ema, half_life=None, sigma_rel=[]),
         )
-        cluster = Cluster(row.text('device'), gpu_gb, num_gpus, per_node or num_gpus)
-        estimated = replace(facts, recipe=measured).memory(cluster).total
+        estimated = replace(facts, recipe=measured).memory(Cluster(row.text('device'), gpu_gb, num_gpus, per_node or num_gpus)).total
         difference, on_gpus, warning = estimated / peak - 1, f'{facts.name} on {counted(num_gpus, "GPU")}', ''
         if abs(difference) > MEMORY_TOLERANCE:
             warning = (
@@ -231,27 +231,22 @@ def memory_checks(facts: Facts, source: RateSource, gpu_gb: float) -> list[CostR
                 f'{peak / 1e9:,.1f} GB: {difference:+.0%} is more than {MEMORY_TOLERANCE:.0%}; believe the measurement'
             )
         text = f'memory checked: {on_gpus}: estimated {estimated / 1e9:,.2f} GB, measured {peak / 1e9:,.2f} GB, {difference:+.1%}'
-        checks += [
-            CostRow('memory checked', 'difference', difference, 'share', formula=text, source=warning, recipe=facts.name, num_gpus=num_gpus),
-            CostRow('memory checked', 'estimated', estimated, 'bytes', recipe=facts.name, num_gpus=num_gpus),
-            CostRow('memory checked', 'measured', peak, 'bytes', kind='measured', recipe=facts.name, num_gpus=num_gpus),
-        ]
+        check = partial(CostRow, 'memory checked', recipe=facts.name, num_gpus=num_gpus)
+        checks.append(check('difference', difference, 'share', formula=text, source=warning))
+        checks += [check('estimated', estimated, 'bytes'), check('measured', peak, 'bytes', kind='measured')]
     return checks
 
 
 def _recipe_rows(phase: PhasePlan) -> Iterator[CostRow]:
     """Yield what a recipe requires on any number of GPUs; rows with a formula are lines of the page."""
     facts, recipe, counts, adapter = phase.facts, phase.facts.recipe, phase.facts.counts, phase.facts.recipe.adapter
-
-    def row(what: str, quantity: Number | None, unit: str, line: str = '', kind: str = 'counted', source: str = '') -> CostRow:
-        return CostRow('recipe', what, quantity, unit, formula=line, source=source, kind=kind, recipe=facts.name)
-
+    row = partial(CostRow, 'recipe', kind='counted', recipe=facts.name)
     known, epochs = 'in the manifests' if facts.images_known else 'assumed', ''
     if facts.epochs is not None:
         epochs = f', {spread_text(facts.epochs, 2)} epochs of {spread_text(facts.num_images)} images ({known})'
     yield row('resolution', facts.resolution, 'px', kind='given', source=recipe.data.kind)
     line = f'{counted(facts.phase.num_samples, "sample")} = {facts.num_batches:,} steps x {recipe.batch.global_size:,}{epochs}'
-    yield row('trains on', facts.phase.num_samples, 'samples', line, kind='given')
+    yield row('trains on', facts.phase.num_samples, 'samples', formula=line, kind='given')
     yield row('steps', facts.num_batches, 'steps', kind='given')
     yield row('images', facts.num_images, 'images', kind=known)
     yield row('epochs', facts.epochs, 'epochs', kind=known)
@@ -262,10 +257,10 @@ def _recipe_rows(phase: PhasePlan) -> Iterator[CostRow]:
     elif adapter is not None:
         text = ' and of the text encoders' if adapter.text_encoders else ''
         trained = f', frozen; trained are {counts.trained_parameters:,} of its adapter{text} (LoRA of rank {adapter.rank} on {adapter.targets})'
-    yield row('network', counts.num_parameters, 'parameters', f'{recipe.trained_network}, {counts.num_parameters:,} parameters{trained}')
+    yield row('network', counts.num_parameters, 'parameters', formula=f'{recipe.trained_network}, {counts.num_parameters:,} parameters{trained}')
     yield row('trained', counts.trained_parameters, 'parameters')
     flop = f'{counts.flop / 1e9:,.2f} GFLOP a sample, forward and backward (1 MAC = 2 FLOP); {facts.total_flop:.2e} in all'
-    yield row('FLOP', counts.flop, 'FLOP a sample', flop)
+    yield row('FLOP', counts.flop, 'FLOP a sample', formula=flop)
     yield row('FLOP in all', facts.total_flop, 'FLOP')
 
     encoders = counts.encoders
@@ -285,7 +280,7 @@ def _recipe_rows(phase: PhasePlan) -> Iterator[CostRow]:
             f'in each step, {passes}: text {encoders.text_flop / 1e9:,.1f} GFLOP ({encoders.text_parameters / 1e6:,.0f} million parameters){vae} '
             f'a sample; {(facts.encoder_flop or 0) / counts.flop:.1%} of the network, not in its MFU'
         )
-    yield row('encoders', facts.encoder_flop, 'FLOP a sample', text)
+    yield row('encoders', facts.encoder_flop, 'FLOP a sample', formula=text)
     yield row('text encoder', encoders and encoders.text_flop, 'FLOP a sample')
     yield row('VAE', encoders.vae_flop if encoders and facts.encodes_images else None, 'FLOP a sample')
 
@@ -294,14 +289,12 @@ def _cluster_rows(phase: PhasePlan, cluster: Cluster, remedies: Sequence[str]) -
     """Yield what a recipe requires and does on a cluster; rows with a formula are lines of the page."""
     facts, rate, memory, fleet, sample_bytes = phase.facts, phase.rate, phase.memory, phase.fleet, phase.sample_bytes
     recipe, gpus = facts.recipe, counted(cluster.num_gpus, 'GPU')
-
-    def row(
-        what: str, quantity: Number | None, unit: str, line: str = '', kind: str = 'predicted', group: str = 'recipe', source: str = ''
-    ) -> CostRow:
-        return CostRow(group, what, quantity, unit, formula=line, source=source, kind=kind, recipe=facts.name, num_gpus=cluster.num_gpus)
+    row, in_memory, alone = (
+        partial(CostRow, group, kind='predicted', recipe=facts.name, num_gpus=cluster.num_gpus) for group in ('recipe', 'memory', 'steps alone')
+    )
 
     if fleet is not None:
-        yield row('elsewhere', fleet.encoders.actors, 'encoders', str(fleet), kind='given')
+        yield row('elsewhere', fleet.encoders.actors, 'encoders', formula=str(fleet), kind='given')
         yield row('encoders that keep up', fleet.num_needed, 'encoders')
         yield row('without a limit', fleet.unlimited, 'images/s')
         yield row('speed of training', fleet.speed, 'share')
@@ -313,34 +306,34 @@ def _cluster_rows(phase: PhasePlan, cluster: Cluster, remedies: Sequence[str]) -
     if not memory.fits:
         verdict += f': set {" or ".join(remedies)}' if remedies else ': take a larger GPU'
     total = f'{memory.total / 1e9:,.1f} GB a GPU ({how}, micro-batch {memory.micro_size}{auto}, {gpus}); {verdict}'
-    yield row('memory', memory.total, 'bytes a GPU', total)
+    yield row('memory', memory.total, 'bytes a GPU', formula=total)
     width = max(len(name) for name in memory.parts)
     for name, num_bytes in memory.parts.items():
         each = f'  = {memory.micro_size} x {facts.per_sample_bytes / 1e6:,.0f} MB' if name == 'activations' else ''
-        yield row(name, num_bytes, 'bytes a GPU', f'  {name:<{width}} {num_bytes / 1e9:6,.2f} GB{each}', group='memory')
+        yield in_memory(name, num_bytes, 'bytes a GPU', formula=f'  {name:<{width}} {num_bytes / 1e9:6,.2f} GB{each}')
 
     if recipe.data.kind == 'synthetic':
-        yield row('loader', 0.0, 'bytes/s a node', 'synthetic data: nothing is read or stored')
+        yield row('loader', 0.0, 'bytes/s a node', formula='synthetic data: nothing is read or stored')
     else:
         per_node = spread_text(sample_bytes * rate.images_per_sec / cluster.num_nodes / 1e6)
         nodes = counted(cluster.num_nodes, 'node')
         line = f'{spread_text(sample_bytes)} bytes a sample x {rate.images_per_sec:,.6g} images/s / {nodes} = {per_node} MB/s a node'
-        yield row('loader', median(sample_bytes) * rate.images_per_sec / cluster.num_nodes, 'bytes/s a node', line)
+        yield row('loader', median(sample_bytes) * rate.images_per_sec / cluster.num_nodes, 'bytes/s a node', formula=line)
         if facts.num_images is not None:
             terabytes = sample_bytes * facts.num_images / 1e12
-            yield row('dataset', terabytes, 'TB', f'{spread_text(terabytes)} TB')
+            yield row('dataset', terabytes, 'TB', formula=f'{spread_text(terabytes)} TB')
     size = facts.checkpoint_bytes
     written = f'{size / 1e9:,.1f} GB' if size >= 1e9 else f'{size / 1e6:,.0f} MB'
-    yield row('checkpoints', phase.num_checkpoints, 'checkpoints', f'{written} each, {phase.num_checkpoints} kept')
+    yield row('checkpoints', phase.num_checkpoints, 'checkpoints', formula=f'{written} each, {phase.num_checkpoints} kept')
     yield row('checkpoint', size, 'bytes')
     if (samples := facts.samples) is not None and facts.num_scores:
         share = f'{spread_text(100 * median(phase.score_hours / phase.hours), 2)} % of the time of the steps'
         how = f'{samples.count:,} images at guidance {samples.guidance:g} in {samples.steps} steps'
-        yield row('scores', facts.num_scores, 'times', f'{facts.num_scores:,} x {how}: {share}, if drawing reaches their FLOP/s')
-    yield row('throughput', rate.images_per_sec, 'images/s', phase.source.text, rate.how, source=rate.note)
+        yield row('scores', facts.num_scores, 'times', formula=f'{facts.num_scores:,} x {how}: {share}, if drawing reaches their FLOP/s')
+    yield row('throughput', rate.images_per_sec, 'images/s', formula=phase.source.text, kind=rate.how, source=rate.note)
 
-    yield row('MFU', phase.mfu, 'share', group='steps alone')
-    yield row('micro-batch', memory.micro_size, 'samples', group='steps alone', source='' if memory.fits else 'does not fit')
-    yield row('hours', phase.likely_hours, 'hours', group='steps alone')
+    yield alone('MFU', phase.mfu, 'share')
+    yield alone('micro-batch', memory.micro_size, 'samples', source='' if memory.fits else 'does not fit')
+    yield alone('hours', phase.likely_hours, 'hours')
     if phase.needs:
-        yield row('needs', memory.micro_size, 'samples', f"{facts.name}: needs {phase.needs}, a GPU's share of the batch", group='steps alone')
+        yield alone('needs', memory.micro_size, 'samples', formula=f"{facts.name}: needs {phase.needs}, a GPU's share of the batch")

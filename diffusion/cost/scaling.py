@@ -25,7 +25,6 @@ import numpy as np
 
 from diffusion.common.text import counted
 
-TERMS = ('compute', 'communication', 'overhead')
 COMPUTE, COMMUNICATION, OVERHEAD = range(3)
 
 # A point is an outlier if the fit of the others, with at least these degrees of freedom, misses it by more than this share and this number of
@@ -94,15 +93,11 @@ class ScalingFit:
     left_out: tuple[ScalingPoint, ...]  # on request; not in the fit
     gpus_per_node: int
     coefficients: np.ndarray  # (3,): a, c, f
-    active: tuple[int, ...]  # indices of TERMS in use
+    active: tuple[int, ...]  # COMPUTE, COMMUNICATION and OVERHEAD, as far as they are in use
 
     @property
     def degrees_of_freedom(self) -> int:
         return len(self.points) - len(self.active)
-
-    @property
-    def terms(self) -> tuple[str, ...]:
-        return tuple(TERMS[i] for i in self.active)
 
     def step_sec(self, num_gpus: int, global_size: int) -> float:
         return float(self._asked(num_gpus, global_size) @ self.coefficients)
@@ -228,13 +223,13 @@ def fit(points: Sequence[ScalingPoint], gpus_per_node: int = 8, without: Sequenc
     from scipy.optimize import nnls  # here, as commands that only read arguments import this module
 
     relative = _design(used, gpus_per_node) / np.array([[point.step_sec] for point in used])
-    best, coefficients = math.inf, np.zeros(len(TERMS))
+    best, coefficients = math.inf, np.zeros(3)
     for columns in ([COMPUTE, COMMUNICATION], [COMPUTE, OVERHEAD], [COMPUTE, COMMUNICATION, OVERHEAD]):
         solution, residual = nnls(relative[:, columns], np.ones(len(used)))
         solution[(relative[:, columns] * solution).max(axis=0) < 1e-12] = 0.0  # a share of a step that is rounding
         is_possible = solution[0] > 0 or (solution[-1] > 0 and columns[-1] == OVERHEAD)  # with communication alone, 1 node would take no time
         if is_possible and residual**2 < best - 1e-12:
-            best, coefficients = residual**2, np.zeros(len(TERMS))
+            best, coefficients = residual**2, np.zeros(3)
             coefficients[columns] = solution
     return ScalingFit(used, tuple(point for point in points if point in without), gpus_per_node, coefficients, tuple(np.flatnonzero(coefficients)))
 

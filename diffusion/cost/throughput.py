@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,8 @@ class PublishedThroughput:
         return run_hours(phases, self.images_per_sec)
 
     def dollars(self, phases: Sequence[Phase]) -> float:
-        """Price of the phases; ValueError if the source names no price of a GPU-hour."""
-        if self.price_per_gpu_hour is None:
-            raise ValueError(f'{self.source} names no price of a GPU-hour: take one of diffusion/cost/prices.yaml')
+        """Price of the phases, by a source that names one of a GPU-hour."""
+        assert self.price_per_gpu_hour is not None, f'{self.source} names no price'
         return self.hours(phases) * self.num_gpus * self.price_per_gpu_hour
 
 
@@ -97,27 +96,9 @@ ANYSCALE_TABLE_3 = tuple(
 ANYSCALE = ANYSCALE_TABLE_3[-1]
 
 
-@dataclass(frozen=True)
-class PublishedEncoding:
-    """Images per second of one GPU that encodes."""
-
-    source: str
-    what: str
-    gpu: str  # as in diffusion/cost/prices.yaml
-    resolution: int
-    images_per_sec: float
-    flop_per_image: float  # a forward pass of what it encodes with
-
-
-# Its table 2: 40 A10G next to training at 4,068 images/s; the post has no rate of one. Derived, if the 40 keep up and no more.
-ANYSCALE_ENCODING = PublishedEncoding(
-    source='Anyscale, 2024, table 2, derived: 4,068 / 40',
-    what='an A10G at 256 px with text',
-    gpu='a10g',
-    resolution=256,
-    images_per_sec=ANYSCALE_TABLE_3[3].images_per_sec[256] / 40,
-    flop_per_image=3.1785e11,  # VAE 272.7 and text encoder 45.1 GFLOP, as diffusion.plan counts them
-)
+# Table 2 of that post: 40 A10G that encode at 256 px with text, next to training at 4,068 images/s. The post has no rate of one: derived, if the 40
+# keep up and no more. FLOP of a forward pass of VAE (272.7 GFLOP) and text encoder (45.1), as diffusion.plan counts them.
+A10G_IMAGES_PER_SEC, A10G_FLOP = ANYSCALE_TABLE_3[3].images_per_sec[256] / 40, 3.1785e11
 
 # MLPerf Training, Stable Diffusion at 512 px, from the result logs: images/s over the whole run; latents and text encoded beforehand.
 MLPERF = tuple(
@@ -276,9 +257,7 @@ def _given(throughput: str, facts: Facts, gpus: Sequence[int], several: bool) ->
     return RateSource(f'given: {images_per_sec:,.6g} images/s on {counted(given_on, "GPU")}; on other numbers of GPUs scaled linearly', rate)
 
 
-def points_and_laws(
-    laws: ScalingLaws, how: str, name: str, global_size: int, warnings: Sequence[str] = (), rows: Mapping[tuple[int, int], Result] | None = None
-) -> RateSource:
+def points_and_laws(laws: ScalingLaws, how: str, name: str, global_size: int) -> RateSource:
     """Return points of one table or file, measured or published, and the scaling laws through them, for a recipe's global batch."""
 
     def rate(num_gpus: int) -> Rate:
@@ -305,7 +284,7 @@ def points_and_laws(
     text = f'{how}: {name}, on {counts} GPUs{batches}; else predicted: {law}'
     for point in law.left_out:
         text += f'; {counted(point.num_gpus, "GPU")} ({point.images_per_sec:,.6g} images/s) is an outlier that this law leaves out'
-    return RateSource(f'{text}; {law.doubt}' if law.doubt else text, rate, warnings, rows or {})
+    return RateSource(f'{text}; {law.doubt}' if law.doubt else text, rate)
 
 
 def _published(facts: Facts, cluster: Cluster, table: str = '') -> RateSource | None:
@@ -343,12 +322,9 @@ def _of_file(path: Path, facts: Facts, cluster: Cluster) -> RateSource:
 
     Rows of the recipe's own global batch come first; the law goes through those of others too, as it takes the batch into account.
     """
-    if not path.exists():
-        raise RateError(
-            f'--throughput {path}: no such file; give one that benchmarks.throughput wrote, a number such as 11600@128, published, or --mfu instead'
-        )
-    if path.is_dir():
-        raise RateError(f'--throughput {path}: is a folder; give the file of results in it')
+    if not path.is_file():
+        missing = 'no such file; give one that benchmarks.throughput wrote, a number such as 11600@128, published, or --mfu instead'
+        raise RateError(f'--throughput {path}: {"is a folder; give the file of results in it" if path.is_dir() else missing}')
     try:
         results = read_results([path])
     except ResultError as error:
@@ -393,7 +369,7 @@ def _of_file(path: Path, facts: Facts, cluster: Cluster) -> RateSource:
         warnings.append(f'{path}: lines that could not be read, as a kill leaves them: {results.num_unread}')
     name = f'{path} ({devices}; {dates[0]}{f" to {dates[-1]}" if len(dates) > 1 else ""})'
     laws = ScalingLaws(points=tuple(result.point for result in best.values()), gpus_per_node=gpus_per_node(best.values(), cluster.gpus_per_node))
-    return points_and_laws(laws, 'measured', name, recipe.batch.global_size, warnings, best)
+    return replace(points_and_laws(laws, 'measured', name, recipe.batch.global_size), warnings=warnings, rows=best)
 
 
 def _device(result: Result) -> str:

@@ -14,7 +14,6 @@ from composer.utils import dist
 from diffusion.contracts.batch import GEOMETRY, Batch
 from diffusion.cost.facts import MEMORY_SHARE, divisors, state_bytes
 from diffusion.recipe import AnyRecipe, Recipe, RecipeError
-from diffusion.recipe.averaging import profiles
 from diffusion.recipe.techniques import optimizer_of
 from diffusion.training.model import TextToImage
 
@@ -72,17 +71,13 @@ def largest_fitting(sizes: Sequence[int], fits: Callable[[int], bool]) -> int:
 
 def ballast_bytes(recipe: AnyRecipe, model: Any) -> int:
     """Bytes that training holds on each GPU next to fp32 weights and gradients: the optimizer's state, the average, DDP's buckets."""
-    optimizer = optimizer_of(recipe)
-    matrices = model.family.matrices(model) if optimizer.trains_matrices else ()
+    matrices = model.family.matrices(model) if optimizer_of(recipe).trains_matrices else ()
     held = state_bytes(
+        recipe,
         sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-        recipe.train.sharding,
-        recipe.train.precision,
+        sum(weight.numel() for weight in matrices if weight.requires_grad),
         dist.get_world_size(),
         dist.get_local_world_size(),
-        0 if recipe.ema.offload else len(profiles(recipe.ema)),
-        optimizer=optimizer,
-        num_in_matrices=sum(weight.numel() for weight in matrices if weight.requires_grad),
     )
     return held['optimizer state'] + held['EMA'] + held["DDP's buckets"]
 

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from diffusion.cost.assumptions import AssumptionError, Assumptions, draw_all, load_assumptions
+from diffusion.contracts.errors import InputError
+from diffusion.cost.assumptions import Assumptions, draw_all, load_assumptions
 from diffusion.cost.prices import load_prices
 from diffusion.recipe.keys import known_paths, meaning
 
@@ -45,14 +46,14 @@ def test_a_file_and_the_command_line_change_some_of_it(tmp_path):
     ],
 )
 def test_a_mistake_is_named_with_its_remedy(override, message):
-    with pytest.raises(AssumptionError) as caught:
+    with pytest.raises(InputError) as caught:
         load_assumptions(overrides=[override, 'storage.checkpoint_months=x'])
     assert message in str(caught.value)
     assert 'storage.checkpoint_months' in str(caught.value)  # all mistakes at once
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(AssumptionError, match='no such file'):
+    with pytest.raises(InputError, match='no such file'):
         load_assumptions(tmp_path / 'nothing.yaml')
 
 

@@ -9,7 +9,7 @@ from diffusion.cost.encoders import encoder_of, encoder_row, num_that_keep_up, o
 from diffusion.cost.formulas import median
 from diffusion.cost.hardware import PEAK_FLOPS
 from diffusion.cost.prices import load_prices
-from diffusion.cost.throughput import ANYSCALE_ENCODING
+from diffusion.cost.throughput import A10G_FLOP, A10G_IMAGES_PER_SEC
 from diffusion.recipe import RecipeError
 from diffusion.recipe.schema import Cost, RayEncoders
 from tests.cost.test_facts import PHASE_1, facts_of
@@ -42,15 +42,15 @@ def test_as_many_encoders_as_keep_up_and_no_fewer():
 
 def test_figure_6_of_anyscale():
     """32 A100 with 40 A10G."""
-    one, training = ANYSCALE_ENCODING.images_per_sec, 4068
+    one, training = A10G_IMAGES_PER_SEC, 4068
     assert num_that_keep_up(training, one) == 40
     assert num_that_keep_up(5908, one) == 59  # with FSDP and compilation
 
 
 def test_published_flop_are_those_that_are_counted():
     encoders = facts_of().counts.encoders
-    assert ANYSCALE_ENCODING.flop_per_image == pytest.approx(encoders.vae_flop + encoders.text_flop, rel=1e-4)
-    assert ANYSCALE_ENCODING.images_per_sec * ANYSCALE_ENCODING.flop_per_image / PEAK_FLOPS['A10G'] == pytest.approx(0.46, abs=0.005)
+    assert pytest.approx(encoders.vae_flop + encoders.text_flop, rel=1e-4) == A10G_FLOP
+    assert A10G_IMAGES_PER_SEC * A10G_FLOP / PEAK_FLOPS['a10g'] == pytest.approx(0.46, abs=0.005)
 
 
 def test_traffic_of_a_sample():
@@ -71,7 +71,7 @@ def test_a_rate_is_assumed_or_published_or_scaled():
     assert (rate('a100-80gb').how, rate('a100-80gb').note, rate('a100-80gb').images_per_sec) == ('assumed', 'encoding.256.images_per_gpu_sec', 170)
     assert rate('a10g').images_per_sec == pytest.approx(101.7 * 317.85 / 272.72, rel=1e-4)
     assert (rate('a10g').how, rate('a10g').amount) == ('assumed', '120')
-    with_text = rate('a10g', flop=ANYSCALE_ENCODING.flop_per_image)
+    with_text = rate('a10g', flop=A10G_FLOP)
     assert (with_text.how, with_text.amount) == ('published', '102')
     assert rate('a10g', 512, VAE_512).images_per_sec == pytest.approx(28.95, abs=0.01)
     assert rate('h100').images_per_sec == pytest.approx(170 * 989 / 312)

@@ -9,7 +9,7 @@ from diffusion.cost.assumptions import draw_all, load_assumptions
 from diffusion.cost.encoders import IN_STEP, OFFLINE, ONLINE, PricedEncoder, ways_to_encode
 from diffusion.cost.formulas import ONLINE_FACTOR
 from diffusion.cost.prices import load_prices
-from diffusion.cost.throughput import ANYSCALE_ENCODING, Rate
+from diffusion.cost.throughput import A10G_IMAGES_PER_SEC, Rate
 from tests.cost.test_facts import PHASE_1, PHASE_2, facts_of
 
 EPOCH = 550_000 * 2048  # samples of the first phase: images of the post's epoch
@@ -44,10 +44,10 @@ class Ways:
         return next((row.quantity for row in self.rows if row.what == f'cheaper than {other}'), None)
 
 
-def ways(images_per_sec, *overrides, one=ANYSCALE_ENCODING.images_per_sec, num_images=EPOCH, assume=WITHOUT_STORAGE, **of_facts):
+def ways(images_per_sec, *overrides, one=A10G_IMAGES_PER_SEC, num_images=EPOCH, assume=WITHOUT_STORAGE, **of_facts):
     """32 A100 of the post, and A10G that encode."""
     facts = dataclasses.replace(phase_1(*overrides), num_images=num_images, **of_facts)
-    encoder = PricedEncoder('a10g', one and Rate(one, 'published', ANYSCALE_ENCODING.source), PRICES['gpu_hour.a10g.on-demand'])
+    encoder = PricedEncoder('a10g', one and Rate(one, 'published', 'Anyscale, 2024'), PRICES['gpu_hour.a10g.on-demand'])
     price, assumed = PRICES['gpu_hour.a100-80gb.on-demand'], draw_all(load_assumptions(overrides=assume))
     return Ways(ways_to_encode(facts, images_per_sec, NUM_GPUS, encoder, price, assumed, PRICES, 'published'))
 

@@ -1,6 +1,7 @@
 """What the memory table adds up is what there is."""
 
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
@@ -11,38 +12,47 @@ from diffusion.cost.facts import state_bytes
 from diffusion.cost.hardware import gpu_name, memory_gb, mfu, peak_flops
 from diffusion.families.counting.tracing import LiveStorages, activations, encoding_bytes
 from diffusion.families.registry import build_network
+from tests.cost.test_facts import facts_of
 
 SD2 = 865_910_724
 COPIES = 'copies of the weights to compute with'
 
 
+def held(sharding, precision, num_gpus, num_trained=SD2, ema=True, **more):
+    recipe = facts_of().recipe
+    averages = recipe.ema if ema else replace(recipe.ema, half_life=None)
+    return state_bytes(
+        replace(recipe, train=replace(recipe.train, sharding=sharding, precision=precision), ema=averages), num_trained, 0, num_gpus, **more
+    )
+
+
 def test_state_of_sd2_by_hand():
-    alone = state_bytes(SD2, 'ddp', 'amp_bf16', num_gpus=1)
+    alone = held('ddp', 'amp_bf16', 1)
     assert alone['weights'] + alone['gradients'] + alone['optimizer state'] == SD2 * 16 == 13_854_571_584
     assert alone['EMA'] == SD2 * 4
     assert alone[COPIES] == SD2 * 2
     assert alone["DDP's buckets"] == 0
-    assert state_bytes(SD2, 'ddp', 'amp_bf16', 8)["DDP's buckets"] == SD2 * 4
-    assert sum(state_bytes(SD2, 'ddp', 'bf16', 8).values()) == SD2 * (16 + 4 + 2)
+    assert held('ddp', 'amp_bf16', 8)["DDP's buckets"] == SD2 * 4
+    assert sum(held('ddp', 'bf16', 8).values()) == SD2 * (16 + 4 + 2)
     eighth = -(-SD2 // 8)  # rounded up
-    assert list(state_bytes(SD2, 'zero2', 'bf16', 8).values()) == [4 * eighth, 4 * eighth, 8 * eighth, 4 * eighth, 2 * SD2, 0, 0]
-    assert state_bytes(SD2, 'hsdp', 'amp_bf16', 8)[COPIES] == SD2 * (2 + 4)
+    assert list(held('zero2', 'bf16', 8).values()) == [4 * eighth, 4 * eighth, 8 * eighth, 4 * eighth, 2 * SD2, 0, 0]
+    assert held('hsdp', 'amp_bf16', 8)[COPIES] == SD2 * (2 + 4)
 
 
 def test_what_is_not_there_takes_nothing_and_nodes_are_replicas():
-    assert state_bytes(SD2, 'ddp', 'amp_bf16', 8, num_averages=0)['EMA'] == 0
-    assert state_bytes(SD2, 'ddp', 'fp32', 1)[COPIES] == 0
-    assert state_bytes(SD2, 'hsdp', 'bf16', 128) == state_bytes(SD2, 'zero2', 'bf16', 8)
-    assert state_bytes(SD2, 'zero2', 'bf16', 128)['weights'] == 4 * -(-SD2 // 128)
-    assert state_bytes(SD2, 'hsdp', 'bf16', 8, gpus_per_node=4)['optimizer state'] == 8 * -(-SD2 // 4)
-    assert state_bytes(SD2, 'hsdp', 'bf16', 8, accumulates=True)['gradients'] == 4 * SD2
+    assert held('ddp', 'amp_bf16', 8, ema=False)['EMA'] == 0
+    assert held('ddp', 'fp32', 1)[COPIES] == 0
+    assert held('hsdp', 'bf16', 128) == held('zero2', 'bf16', 8)
+    assert held('zero2', 'bf16', 128)['weights'] == 4 * -(-SD2 // 128)
+    assert held('hsdp', 'bf16', 8, gpus_per_node=4)['optimizer state'] == 8 * -(-SD2 // 4)
+    assert held('hsdp', 'bf16', 8, accumulates=True)['gradients'] == 4 * SD2
 
 
 def test_an_adapter_adds_its_state_to_a_frozen_network():
-    held = state_bytes(1000, 'ddp', 'amp_bf16', num_gpus=1, num_frozen=SD2)
-    assert held['frozen network'] == 2 * SD2
-    assert sum(held.values()) == 2 * SD2 + (4 + 4 + 8 + 4 + 2) * 1000
-    assert state_bytes(1000, 'ddp', 'fp32', 1, num_frozen=SD2)['frozen network'] == 4 * SD2
+    state = held('ddp', 'amp_bf16', 1, num_trained=1000, num_frozen=SD2)
+    assert state['frozen network'] == 2 * SD2
+    assert sum(state.values()) == 2 * SD2 + (4 + 4 + 8 + 4 + 2) * 1000
+    assert held('ddp', 'fp32', 1, num_trained=1000, num_frozen=SD2)['frozen network'] == 4 * SD2
 
 
 def test_live_storages_count_each_storage_once_and_until_it_goes():

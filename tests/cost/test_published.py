@@ -17,7 +17,15 @@ from diffusion.cost.formulas import ONLINE_FACTOR, SD2_BASE, SEC_PER_HOUR, hours
 from diffusion.cost.hardware import PEAK_FLOPS
 from diffusion.cost.prices import load_prices
 from diffusion.cost.scaling import ScalingPoint, fit
-from diffusion.cost.throughput import ANYSCALE, ANYSCALE_ENCODING, ANYSCALE_TABLE_3, MLPERF, MOSAICML_2023_01, MOSAICML_TWO_PHASE, PUBLISHED
+from diffusion.cost.throughput import (
+    A10G_FLOP,
+    ANYSCALE,
+    ANYSCALE_TABLE_3,
+    MLPERF,
+    MOSAICML_2023_01,
+    MOSAICML_TWO_PHASE,
+    PUBLISHED,
+)
 from tests.conftest import REPOSITORY
 
 FLOAT_ERROR = 1e-9  # relative: two orders of the same operations
@@ -72,7 +80,7 @@ def heartbeats(count):
 
 def share_of_a10g(images_per_sec):
     """Share of an A10G's 70 TFLOP/s: 317.8 GFLOP of VAE and text encoder an image."""
-    return images_per_sec * ANYSCALE_ENCODING.flop_per_image / PEAK_FLOPS['A10G']
+    return images_per_sec * A10G_FLOP / PEAK_FLOPS['a10g']
 
 
 def points(rows, resolution, most=math.inf):

@@ -67,12 +67,12 @@ def test_a_range_of_mfu_is_drawn_from():
 
 def test_where_nothing_is_published_an_mfu_is_assumed_and_said():
     default = origin(gpu='h200')
-    assert default.rate(1).images_per_sec == pytest.approx(0.30 * PEAK_FLOPS['H200'] / 539.3108992e9)
+    assert default.rate(1).images_per_sec == pytest.approx(0.30 * PEAK_FLOPS['h200'] / 539.3108992e9)
     assert 'nothing is published' in default.text
     twice = sources(None, None, asked(PHASE_1, 'train.checkpoint_activations=true', gpu='h200'))[0]
     assert twice.rate(1).images_per_sec == pytest.approx(0.75 * default.rate(1).images_per_sec)
     images = sources(None, None, asked(PHASE_1, 'data.kind=images', gpu='h200'))[0]
-    assert images.rate(1).images_per_sec == pytest.approx(0.30 * PEAK_FLOPS['H200'] / (539.31e9 + 272.72e9), rel=1e-4)
+    assert images.rate(1).images_per_sec == pytest.approx(0.30 * PEAK_FLOPS['h200'] / (539.31e9 + 272.72e9), rel=1e-4)
 
 
 def test_published_rows_are_taken_as_they_are_and_else_predicted():

@@ -5,7 +5,8 @@ import yaml
 
 from benchmarks.sweeping.loading import load_sweep
 from diffusion.common.text import carries_credentials, redacted
-from diffusion.cost.assumptions import AssumptionError, load_assumptions
+from diffusion.contracts.errors import InputError
+from diffusion.cost.assumptions import load_assumptions
 from diffusion.recipe import RecipeError, load_recipe, recipe_from_yaml, to_dict, to_yaml
 from tests.conftest import REPOSITORY
 
@@ -90,7 +91,7 @@ def test_sweeps_and_assumptions_neither(tmp_path):
         with pytest.raises(RecipeError, match='is not read') as refused:
             load_sweep(tmp_path / 'sweep.yaml')
         assert SECRET not in str(refused.value)
-    with pytest.raises(AssumptionError, match='is not read') as wrong:
+    with pytest.raises(InputError, match='is not read') as wrong:
         load_assumptions(overrides=[f'work.person={WAYS[1]}'])
     assert SECRET not in str(wrong.value)
 

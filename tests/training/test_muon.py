@@ -291,7 +291,7 @@ def test_the_plan_knows_that_muon_keeps_one_state():
     counts = [Counter.from_file().counts(recipe, activations=False) for recipe in (with_muon, without)]
     assert counts[1].num_in_matrices == 0
     assert counts[0].num_in_matrices / counts[0].trained_parameters == pytest.approx(0.345, abs=1e-3)
-    assert state_bytes(100, 'ddp', 'fp32', 1, optimizer=MuonSettings(), num_in_matrices=60)['optimizer state'] == 8 * 40 + 4 * 60
+    assert state_bytes(with_muon, 100, 60, num_gpus=1)['optimizer state'] == 8 * 40 + 4 * 60
     assert asdict(with_muon.optimizer)['muon'] == asdict(MuonSettings()) == {'momentum': 0.95, 'steps': 5}
 
 

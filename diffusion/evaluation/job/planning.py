@@ -10,7 +10,8 @@ from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.common.text import counted
-from diffusion.cost.facts import EvaluationWork
+from diffusion.cost.facts import drawing_flop
+from diffusion.cost.formulas import SEC_PER_HOUR
 from diffusion.cost.hardware import device_name, peak_flops
 from diffusion.encoders.pretrained import load_config
 from diffusion.evaluation.job.images import open_images, read_prompts_file
@@ -32,7 +33,7 @@ def plan(request: EvaluationRequest) -> str:
         DataError: the named data cannot be read.
     """
     model = find_model(request.model, request.out, request.revision, request.base)
-    flop = count(model, request.choice('resolution', None) or model.resolution)
+    pass_flop, decode_flop = count(model, request.choice('resolution', None) or model.resolution)
     if request.prompts is not None:
         samples = num_samples(request, len(read_prompts_file(request.prompts)), str(request.prompts), 'prompt')
     elif not request.data or request.data.endswith(SUFFIXES_OF_STATISTICS):  # a plan can do without data
@@ -40,13 +41,14 @@ def plan(request: EvaluationRequest) -> str:
     else:
         images = open_images(request.data)
         samples = num_samples(request, len(images), images.where, 'image')
-    work = EvaluationWork(samples, request.choice('guidance', DEFAULT_GUIDANCE), request.choice('steps', DEFAULT_STEPS), *flop)
-    hours = work.gpu_hours(ASSUMED_FLOP_PER_SEC)
+    guidance, steps = request.choice('guidance', DEFAULT_GUIDANCE), request.choice('steps', DEFAULT_STEPS)
+    flop = drawing_flop(samples, guidance, steps, pass_flop, decode_flop)
+    hours = flop / ASSUMED_FLOP_PER_SEC / SEC_PER_HOUR
     return '\n'.join(
         [
-            f'{counted(samples, "image")} at guidance {", ".join(f"{scale:g}" for scale in work.guidance)}, {counted(work.steps, "step")}',
-            f'{work.pass_flop / 1e12:,.3g} TFLOP a pass of the denoiser, {work.decode_flop / 1e12:,.3g} TFLOP to decode an image',
-            f'{work.flop:.2e} FLOP in all: {hours:,.3g} GPU-hours at an assumed {ASSUMED_FLOP_PER_SEC / 1e12:.0f} TFLOP/s '
+            f'{counted(samples, "image")} at guidance {", ".join(f"{scale:g}" for scale in guidance)}, {counted(steps, "step")}',
+            f'{pass_flop / 1e12:,.3g} TFLOP a pass of the denoiser, {decode_flop / 1e12:,.3g} TFLOP to decode an image',
+            f'{flop:.2e} FLOP in all: {hours:,.3g} GPU-hours at an assumed {ASSUMED_FLOP_PER_SEC / 1e12:.0f} TFLOP/s '
             '(40 % of the bf16 peak of an A100); feature networks are not counted',
         ]
     )
@@ -75,9 +77,9 @@ def announcement(jobs: Sequence[EvaluationJob], device: torch.device, num_proces
     left_sec, num_images, texts = 0.0, 0, list[str]()
     for job in jobs:
         protocol, missing = job.protocol, job.missing()
-        work = EvaluationWork(protocol.samples, protocol.guidance, protocol.steps, *count(job.model, protocol.resolution))
+        flop = drawing_flop(protocol.samples, protocol.guidance, protocol.steps, *count(job.model, protocol.resolution))
         num_images += sum(job.chunk_size(number) for _, number in missing)
-        left_sec += work.flop / flop_per_sec(device) * len(missing) / len(job.work()) / num_processes
+        left_sec += flop / flop_per_sec(device) * len(missing) / len(job.work()) / num_processes
         scales = ', '.join(f'{scale:g}' for scale in protocol.guidance)
         texts.append(f'{counted(protocol.samples, "image")} at each guidance scale of {scales}, {counted(protocol.steps, "step")}')
     if not num_images:
