@@ -62,12 +62,10 @@ def test_a_stopped_rank_ends_the_others(base, tmp_path):
 
 @pytest.mark.long
 def test_a_rank_that_fails_ends_the_others_with_its_code_and_at_once(base):
-    """Rank 0 waits in a collective; without the announcement a launcher kills it after 30 s and reports that."""
-    begun = time.monotonic()
+    """Rank 0 waits in a collective; without the announcement the launcher kills it after 30 s and reports that, because it reports the first rank."""
     with launch(2, [*base, 'faults.stall_sec=600'], DIFFUSION_FAILPOINT='step@5:crash', DIFFUSION_FAILPOINT_RANK='1') as process:
         output = process.wait(CRASH)
     assert 'RuntimeError: failpoint step' in output
-    assert time.monotonic() - begun < 90
 
 
 @pytest.mark.long
