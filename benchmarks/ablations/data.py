@@ -26,8 +26,8 @@ def prepare(data: str, folder: Path, source: str | None, features: bool) -> None
     if not all((folder / part / 'latents/manifest.json').exists() for part in crawl.PARTS):
         _make_latents(data, folder, source)
     if features and not (folder / 'features').exists():
-        made_of = [folder / 'train/images', folder / 'features', '--resolution', RESOLUTION[data]]
-        stage('Train a feature network', [sys.executable, '-m', 'benchmarks.ablations.features', *made_of])
+        words = ['benchmarks.ablations.features', folder / 'train/images', folder / 'features', RESOLUTION[data]]
+        stage('Train a feature network', [sys.executable, '-m', *words])
 
 
 def _make_latents(data: str, folder: Path, source: str | None) -> None:

@@ -1,6 +1,6 @@
 """Train a small feature network on an image MDS, to align networks with where DINOv2 cannot be had.
 
-    python -m benchmarks.ablations.features IMAGES OUT [--resolution PX] [--steps 1000]
+    python -m benchmarks.ablations.features IMAGES OUT PX
 
 A vision transformer of DINOv2's architecture with patches of 8 px, which learns to name the words of a caption from the mean of its patches. What it
 knows of a patch is what captions speak of: like DINOv2's features it says more about objects than about pixels.
@@ -12,9 +12,7 @@ from diffusion.common.arguments import CommandParser, positive_int
 from diffusion.common.files import replacing_folder
 from diffusion.common.processes import quick_imports
 
-NUM_IMAGES = 8192
-BATCH_SIZE = 64
-LEARNING_RATE = 1e-3
+NUM_IMAGES, STEPS, BATCH_SIZE, LEARNING_RATE = 8192, 1000, 64, 1e-3
 SIZES = {'hidden_size': 96, 'num_hidden_layers': 4, 'num_attention_heads': 4, 'patch_size': 8}
 
 
@@ -22,19 +20,17 @@ def main() -> None:
     parser = CommandParser('benchmarks.ablations.features', __doc__)
     parser.add_argument('images', type=Path, metavar='IMAGES', help='image MDS, as data_prep.convert writes it')
     parser.add_argument('out', type=Path, metavar='OUT', help='folder for config.json and model.safetensors')
-    parser.add_argument('--resolution', type=positive_int, metavar='PX', help='side of the squares that images are cut to (default: of the first)')
-    parser.add_argument('--steps', type=positive_int, default=1000, help=f'training steps of {BATCH_SIZE} images (default %(default)s)')
+    parser.add_argument('side_px', type=positive_int, metavar='PX', help='side of the squares that images are cut to')
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f'{args.out}: exists already; name a new folder')
     with quick_imports():
-        network = train_features(args.images, args.steps, args.resolution)
+        network = train_features(args.images, args.side_px)
     with replacing_folder(args.out) as temporary:
         network.save_pretrained(temporary)
-    print(f'feature network: {args.out}')
 
 
-def train_features(folder: Path, steps: int, side_px: int | None, seed: int = 0):
+def train_features(folder: Path, side_px: int):
     """Dinov2Model, trained; what names the words is left out."""
     import torch
     from streaming import LocalDataset
@@ -48,17 +44,16 @@ def train_features(folder: Path, steps: int, side_px: int | None, seed: int = 0)
 
     dataset = LocalDataset(local=str(folder))
     samples = [dataset[i] for i in range(min(NUM_IMAGES, len(dataset)))]
-    opened = [open_image(sample['image']) for sample in samples]
-    images = torch.stack([square(image, side_px or min(opened[0].size)) for image in opened])  # (N, 3, S, S) uint8
+    images = torch.stack([square(open_image(sample['image']), side_px) for sample in samples])  # (N, 3, S, S) uint8
     words = words_of(folder)
     named = [words_in(sample['caption']) for sample in samples]
     targets = torch.tensor([[word in caption for word in words] for caption in named], dtype=torch.float32)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     network = Dinov2Model(Dinov2Config(**SIZES, image_size=images.shape[-1]))
     head = torch.nn.Linear(SIZES['hidden_size'], len(words))
     optimizer = torch.optim.AdamW([*network.parameters(), *head.parameters()], lr=LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
-    with tqdm(range(steps), desc='feature network', unit='step', mininterval=1) as progress:
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1)
+    with tqdm(range(STEPS), desc='feature network', unit='step', mininterval=1) as progress:
         for step in progress:
             chosen = torch.randint(len(images), (BATCH_SIZE,))
             patches = network(pixel_values=normalized(images[chosen])).last_hidden_state[:, 1:]

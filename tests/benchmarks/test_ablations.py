@@ -1,7 +1,6 @@
 """The table of a study against numbers computed by hand, and a small study of real processes that is killed and run again."""
 
 import json
-import math
 import re
 import signal
 import subprocess
@@ -13,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.ablations import report, training
-from benchmarks.ablations.curves import read_batch_sec, read_curve
+from benchmarks.ablations.comparison import beyond_noise, equal, read_batch_sec, read_curve, study_table, values_at
 from benchmarks.ablations.study import JUDGE, KID, LOSS, STUDIES, AblationRun, Study, in_turn, timed
-from benchmarks.ablations.table import Reading, difference, equal, reading, study_table
 from benchmarks.ablations.training import LOG
 from diffusion.contracts.errors import INTERRUPTED, InputError, RunError
 from diffusion.monitoring.report.run import read_log
@@ -64,57 +62,41 @@ def curves(out):
     return {name: [read_curve(out / f'shapes/{name}-{seed}', keys, sec) for seed in range(3)] for name, sec in batch_sec.items()}
 
 
-def test_the_time_of_a_batch_is_a_median(out):
-    """10 images at 20 images/s; the pause in the middle, at 1 image/s, does not count."""
+def test_a_run_takes_its_batches_times_the_median_time_of_one(out, curves):
+    """10 images at 20 images/s; the pause in the middle, at 1 image/s, does not count. Equal is what all runs reached."""
     assert read_batch_sec(out / 'shapes/baseline-time-0') == pytest.approx(10 / 20)
     assert read_batch_sec(out / 'shapes/nowhere') is None
-
-
-def test_a_run_takes_its_batches_times_the_time_of_one(curves):
-    assert curves['baseline'][0].sec == pytest.approx(30 * 10 / 20)
-    assert curves['baseline'][0].flop == 3000
+    assert (curves['baseline'][0].sec, curves['baseline'][0].flop) == (pytest.approx(30 * 10 / 20), 3000)
     assert (curves[METHOD][0].sec, curves[METHOD][0].flop) == (pytest.approx(30.0), 1500)
-
-
-def test_equal_is_what_all_runs_reached(curves):
     assert (equal(curves, 'flop'), equal(curves, 'sec')) == (1500, 15)
 
 
 def test_a_figure_is_linear_between_evaluations(curves):
     """1500 FLOP are 15 batches of the baseline: between 3 after 10 and 2 after 20. 15 s are 15 batches of the method: between 2.0 and 1.5."""
-    assert reading(curves['baseline'], LOSS.key, 'flop', 1500).values == pytest.approx([2.5, 2.6, 2.4])
-    assert reading(curves[METHOD], LOSS.key, 'flop', 1500).values == pytest.approx([0.9, 1.0, 0.8])
-    assert reading(curves['baseline'], LOSS.key, 'sec', 15).values == pytest.approx([1.0, 1.1, 0.9])
-    assert reading(curves[METHOD], LOSS.key, 'sec', 15).values == pytest.approx([1.75, 1.85, 1.65])
-    assert reading(curves['baseline'], KID.key, 'flop', 500).values == pytest.approx([1.0] * 3)
+    assert values_at(curves['baseline'], LOSS.key, 'flop', 1500) == pytest.approx([2.5, 2.6, 2.4])
+    assert values_at(curves[METHOD], LOSS.key, 'flop', 1500) == pytest.approx([0.9, 1.0, 0.8])
+    assert values_at(curves['baseline'], LOSS.key, 'sec', 15) == pytest.approx([1.0, 1.1, 0.9])
+    assert values_at(curves[METHOD], LOSS.key, 'sec', 15) == pytest.approx([1.75, 1.85, 1.65])
+    assert values_at(curves['baseline'], KID.key, 'flop', 500) == pytest.approx([1.0] * 3)
 
 
 def test_a_figure_is_not_made_up_where_nothing_was_measured(curves):
     """The loss is first known after 10 batches, 1000 FLOP; beyond the end of a run nothing is known."""
-    assert reading(curves['baseline'], LOSS.key, 'flop', 900) is None
-    assert reading(curves[METHOD], LOSS.key, 'flop', 1600) is None
-    assert reading(curves[METHOD], 'metrics/eval/unknown', 'flop', 1000) is None
+    assert values_at(curves['baseline'], LOSS.key, 'flop', 900) is None
+    assert values_at(curves[METHOD], LOSS.key, 'flop', 1600) is None
+    assert values_at(curves[METHOD], 'metrics/eval/unknown', 'flop', 1000) is None
 
 
-def test_the_interval_is_welchs():
+def test_the_noise_is_that_of_welch():
     """By hand: variances 1 and 4 of 3 seeds each, se^2 = 5/3, (5/3)^2 / ((1/3)^2/2 + (4/3)^2/2) = 50/17 degrees of freedom.
 
-    Tables of t have 3.182 for 3 and 4.303 for 2 degrees; for 2.94 it is 3.22.
+    Tables of t have 3.182 for 3 and 4.303 for 2 degrees; for 2.94 it is 3.22, and 3.22 * sqrt(5/3) = 4.16.
     """
-    apart = difference(Reading((4.0, 5.0, 6.0)), Reading((0.0, 2.0, 4.0)))
-    assert apart.value == 3.0
-    assert apart.margin == pytest.approx(3.22 * math.sqrt(5 / 3), rel=2e-3)
-    assert not apart.beyond_noise
-    assert difference(Reading((104.0, 105.0, 106.0)), Reading((0.0, 2.0, 4.0))).beyond_noise
-
-
-def test_the_difference_agrees_with_scipys_test(curves):
-    from scipy.stats import ttest_ind
-
-    method, baseline = (reading(curves[name], LOSS.key, 'sec', 15) for name in (METHOD, 'baseline'))
-    interval = ttest_ind(method.values, baseline.values, equal_var=False).confidence_interval(0.95)
-    apart = difference(method, baseline)
-    assert (apart.value - apart.margin, apart.value + apart.margin) == pytest.approx((interval.low, interval.high))
+    for apart, is_beyond in ((4.1, False), (4.2, True), (-4.1, False), (-4.2, True)):
+        assert beyond_noise([apart + 1, apart + 2, apart + 3], [0.0, 2.0, 4.0]) == is_beyond
+    assert not beyond_noise([1.0], [0.0, 2.0])
+    assert beyond_noise([1.0, 1.0], [2.0, 2.0])
+    assert not beyond_noise([1.0, 1.0], [1.0, 1.0])
 
 
 def test_one_seed_has_no_spread_and_no_verdict(curves):
@@ -157,16 +139,6 @@ def test_without_timing_there_is_no_table_of_equal_time(out):
     assert (out / 'shapes/curves.png').stat().st_size > 10_000
 
 
-def test_timing_goes_round_after_round(tmp_path):
-    runs = timed(runs_of(tmp_path), 3)
-    assert [(run.variant, run.folder.name) for run in runs[:3]] == [
-        ('baseline', 'baseline-time-0'),
-        (METHOD, f'{METHOD}-time-0'),
-        ('baseline', 'baseline-time-1'),
-    ]
-    assert len(runs) == 2 * 3
-
-
 def test_table_and_figure_come_into_the_page(out, tmp_path):
     page = tmp_path / report.PAGE
     page.write_text('before\n<!-- shapes -->\nold\n<!-- shapes -->\nafter\n')
@@ -207,8 +179,11 @@ def test_an_evaluation_that_one_run_has_skipped(out):
     assert f'| {METHOD}    |            0.50 | -  ' in report.write_report(STUDY, runs_of(out), 3)
 
 
-def test_all_variants_of_a_seed_come_before_the_next_seed(tmp_path):
-    assert [(run.variant, run.seed) for run in runs_of(tmp_path, (0, 1))] == [('baseline', 0), (METHOD, 0), ('baseline', 1), (METHOD, 1)]
+def test_all_variants_take_their_turn_in_every_seed_and_every_round_of_timing(tmp_path):
+    runs = runs_of(tmp_path, (0, 1))
+    assert [(run.variant, run.seed) for run in runs] == [('baseline', 0), (METHOD, 0), ('baseline', 1), (METHOD, 1)]
+    rounds = [run.folder.name for run in timed(runs, 2)]
+    assert rounds == ['baseline-time-0', f'{METHOD}-time-0', 'baseline-time-1', f'{METHOD}-time-1']
 
 
 @pytest.mark.parametrize('name', STUDIES)
@@ -288,21 +263,8 @@ def test_a_killed_study_resumes_and_ends_with_its_table(tmp_path, encoders_folde
         (data / part).mkdir(parents=True)
         (data / part / 'latents').symlink_to(latents)
     (data / 'encoders').symlink_to(encoders_folder)
-    words = [
-        sys.executable,
-        '-m',
-        'benchmarks.ablations',
-        'shapes',
-        '--seeds',
-        '0',
-        '--only',
-        METHOD,
-        '--rounds',
-        '1',
-        '--out',
-        str(tmp_path / 'out'),
-        *SMALL,
-    ]
+    options = ['--seeds', '0', '--only', METHOD, '--rounds', '1', '--out', str(tmp_path / 'out')]
+    words = [sys.executable, '-m', 'benchmarks.ablations', 'shapes', *options, *SMALL]
     first, second = (tmp_path / f'out/shapes/{name}-0' for name in ('baseline', METHOD))
     with subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         deadline = time.monotonic() + 200
