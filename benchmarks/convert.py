@@ -117,7 +117,6 @@ WAYS: dict[str, Callable[[Path, Path], list[object]]] = {
 def main() -> None:
     parser = command('convert', __doc__)
     parser.add_argument('--rows', type=positive_int, default=10_000, help='images (default %(default)s)')
-    parser.add_argument('--repeats', type=positive_int, default=1, help='runs of each way, of which the fastest counts (default %(default)s)')
     parser.add_argument('--only', nargs=2, metavar=('SOURCE', 'DEST'), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.only:
@@ -127,7 +126,7 @@ def main() -> None:
         crawls = {num_rows: Path(temporary) / f'crawl{num_rows}' for num_rows in (args.rows // 10, args.rows)}
         for num_rows, folder in crawls.items():
             write_crawl(folder, num_rows)
-        rows = [measure(way, crawls, Path(temporary), args.repeats) for way in tqdm(WAYS, desc='measure', unit='way')]
+        rows = [measure(way, crawls, Path(temporary)) for way in tqdm(WAYS, desc='measure', unit='way')]
     base = rows[0]['images_per_sec']
     for row in rows:
         row['ratio_to_floor'] = row['images_per_sec'] / base
@@ -138,12 +137,11 @@ def main() -> None:
     record(args.out, rows)
 
 
-def measure(way: str, crawls: dict[int, Path], temporary: Path, repeats: int) -> dict[str, Any]:
+def measure(way: str, crawls: dict[int, Path], temporary: Path) -> dict[str, Any]:
     """Seconds and memory on both sizes; the rate is that of the rows by which they differ."""
     seconds, peak_mb = {}, {}
     for num_rows, source in crawls.items():
-        runs = [run_watched(WAYS[way](source, temporary / f'{way}-{num_rows}-{i}')) for i in range(repeats)]
-        seconds[num_rows], peak_mb[num_rows] = min(sec for sec, _ in runs), max(peak for _, peak in runs)
+        seconds[num_rows], peak_mb[num_rows] = run_watched(WAYS[way](source, temporary / f'{way}-{num_rows}'))
     small, large = sorted(crawls)
     rate = (large - small) / (seconds[large] - seconds[small])
     return {

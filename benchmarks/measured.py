@@ -60,10 +60,6 @@ def record(path: Path | None, rows: Sequence[dict[str, Any]], machine: Mapping[s
             file.writelines(json.dumps({**row, **where}).encode() + b'\n' for row in rows)
 
 
-class FileHeld(InputError):
-    """Another process writes there."""
-
-
 def hold(path: Path, otherwise: str) -> BinaryIO:
     """Open a file, which is made if it is not there, to append to it, and hold it for as long as it is open.
 
@@ -71,13 +67,13 @@ def hold(path: Path, otherwise: str) -> BinaryIO:
         otherwise: what to say if another process holds it.
 
     Raises:
-        FileHeld: another process does.
+        InputError: another process does.
         OSError: it cannot be written.
     """
     file = open_to_append(path)
     if not try_lock(file):
         file.close()
-        raise FileHeld(f'{path}: {otherwise}')
+        raise InputError(f'{path}: {otherwise}')
     return file
 
 

@@ -1,6 +1,6 @@
 """The rows of the ladder of a training step: which optimizations each adds. What they do is in step_rows.py."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -24,36 +24,23 @@ class Switches:
     ema: bool = False
 
 
-@dataclass(frozen=True)
-class Optimization:
-    """A row: what it adds to another row, by default to the one above."""
-
-    name: str
-    adds: dict[str, Any] = field(default_factory=dict)
-    to: str | None = None
-    needs: str = ''
-
-
-OPTIMIZATIONS = (
-    Optimization('plain loop'),
-    Optimization('+ SDPA', {'sdpa': True}),
-    Optimization('+ channels_last', {'channels_last': True}),
-    Optimization('+ fused AdamW', {'fused_adamw': True}),
-    Optimization('+ loss stays on the device', {'reads_loss': False}),
-    Optimization('+ keyed noise, our objective', {'keyed_noise': True}),
-    Optimization('+ encoders in bf16', {'bf16_encoders': True}, needs='a GPU'),
-    Optimization('+ compile blocks', {'compile': 'blocks'}, needs='a GPU or --compile'),
-    Optimization('+ resident bf16 (FSDP2)', {'resident_bf16': True}, needs='a GPU'),
-    Optimization('+ compile network', {'compile': 'network'}, to='+ encoders in bf16', needs='a GPU or --compile'),
-    Optimization('+ EMA each step = train.py', {'ema': True}),
-)
+# The rows of the ladder: what each adds to the one above, or to another.
+OPTIMIZATIONS: dict[str, dict[str, Any]] = {
+    'plain loop': {},
+    '+ SDPA': {'sdpa': True},
+    '+ channels_last': {'channels_last': True},
+    '+ fused AdamW': {'fused_adamw': True},
+    '+ loss stays on the device': {'reads_loss': False},
+    '+ keyed noise, our objective': {'keyed_noise': True},
+    '+ encoders in bf16': {'bf16_encoders': True},
+    '+ compile blocks': {'compile': 'blocks'},
+    '+ resident bf16 (FSDP2)': {'resident_bf16': True},
+    '+ compile network': {'compile': 'network'},
+    '+ EMA each step = train.py': {'ema': True},
+}
+ABOVE = dict(zip([*OPTIMIZATIONS][1:], OPTIMIZATIONS, strict=False)) | {'+ compile network': '+ encoders in bf16'}
 
 
-def ladder() -> dict[str, Switches]:
-    """Each row's switches by its name, in order."""
-    rows: dict[str, Switches] = {}
-    above = Switches()
-    for optimization in OPTIMIZATIONS:
-        above = replace(rows[optimization.to] if optimization.to else above, **optimization.adds)
-        rows[optimization.name] = above
-    return rows
+def switches_of(name: str) -> Switches:
+    """Return the switches of a row."""
+    return replace(switches_of(ABOVE[name]) if name in ABOVE else Switches(), **OPTIMIZATIONS[name])

@@ -1,21 +1,22 @@
 """Measure a training step, and what each optimization gains.
 
-    python -m benchmarks.step [--network sd2-base] [--resolution 256] [--micro-batch 64] [--kind latents] [--adapter-rank 8] [--out step.jsonl]
+    python -m benchmarks.step [--network sd2-base] [--resolution 256] [--micro-batch 64] [--kind latents] [--out step.jsonl]
 
 An ablation: each row adds one optimization to the row above, from the loop of diffusers' own example (fp32 weights under autocast, NCHW, eager
 attention, AdamW as PyTorch makes it) to what `train.py` does. Inside the step: text encoder (and with `--kind images` the VAE), noising,
 the network forward and backward, clipping, AdamW, one micro-batch on one GPU; no loader. The weights and the data are random.
 
 MFU = images/s x counted FLOP of the network's forward and backward pass per image / dense 16-bit peak of the GPU; empty where that is unknown.
-Compilation and the first steps are not timed. On a GPU each row runs by itself and is written to --out as soon as it is measured, and one that does
-not fit stays in the table and says so; on a CPU the rows take turns and are written at the end.
-OMP_NUM_THREADS=1 makes a CPU that others use too less noisy.
+Compilation and the first steps are not timed. Each row runs by itself and is written to --out as soon as it is measured, and one that does not fit
+stays in the table and says so. OMP_NUM_THREADS=1 makes a CPU that others use too less noisy.
 """
 
 import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from benchmarks.measured import command, print_table, record
 from benchmarks.optimizations import OPTIMIZATIONS
@@ -50,9 +51,8 @@ def table(records: list[dict[str, Any]]) -> list[list[Any]]:
 def measure(args: argparse.Namespace) -> None:
     """Measure, record each row as soon as it is measured, and print a table."""
     import torch
-    from composer.utils import get_device
 
-    from benchmarks.step_rows import measured, plan
+    from benchmarks.step_rows import step_row
     from benchmarks.timing import device
     from diffusion.cost.hardware import device_name
     from diffusion.encoders.random_encoders import write_stand_in
@@ -61,19 +61,17 @@ def measure(args: argparse.Namespace) -> None:
         if getattr(args, name) is None:
             setattr(args, name, value)
     setting = {'network': args.network, 'resolution': args.resolution, 'kind': args.kind, 'micro_batch': args.micro_batch}
-    setting |= {} if args.adapter_rank is None else {'adapter_rank': args.adapter_rank}
-    get_device(None)  # Composer's device switches TF32 on, as in training
-    on_gpu = device().type == 'cuda'
-    rows = plan(args.only, may_compile=args.compile or on_gpu)
+    rows = [step_row(name) for name in OPTIMIZATIONS if args.only is None or name in args.only]
     records = []
     with tempfile.TemporaryDirectory() as temporary:
         encoders = Path(temporary)
         write_stand_in(encoders, args.network)
-        for row in measured(rows, setting, encoders, args.steps, args.warmup, alone=on_gpu):
+        for row in tqdm(rows, desc='rows'):
+            if row.status == 'measured':
+                row.measure(setting, encoders, args.steps, args.warmup)
             records.append(row.line(setting))
             record(args.out, records[-1:])  # now: the next row may crash, or the machine be taken away
-    trained = args.network if args.adapter_rank is None else f'adapter of rank {args.adapter_rank} of {args.network}'
-    print(f'{trained}, {args.resolution} px, {args.kind}, micro-batch {args.micro_batch}, {device_name()}, torch {torch.__version__}')
+    print(f'{args.network}, {args.resolution} px, {args.kind}, micro-batch {args.micro_batch}, {device_name()}, torch {torch.__version__}')
     print_table(['', 'images/s', 'of the first', 'MFU', 'ms a step', 'spread', 'peak GB'], table(records))
 
 
@@ -89,11 +87,9 @@ def main() -> None:
     by_device('--resolution', 'px', type=positive_int)
     by_device('--micro-batch', 'images of a step', type=positive_int)
     parser.add_argument('--kind', choices=('latents', 'images'), default='latents', help='images: the VAE runs in the step (default %(default)s)')
-    parser.add_argument('--adapter-rank', type=positive_int, metavar='RANK', help='train an adapter (LoRA) of the network, which is frozen')
-    parser.add_argument('--only', nargs='+', metavar='ROW', choices=[optimization.name for optimization in OPTIMIZATIONS], help='these rows')
+    parser.add_argument('--only', nargs='+', metavar='ROW', choices=OPTIMIZATIONS, help='these rows')
     by_device('--steps', 'to measure', type=positive_int)
-    by_device('--warmup', 'steps before, on a GPU', type=positive_int)
-    parser.add_argument('--compile', action='store_true', help='compile also on a CPU: minutes a row')
+    by_device('--warmup', 'steps before', type=positive_int)
     measure(parser.parse_args())
 
 

@@ -3,7 +3,7 @@
 Every row builds the model with the function that `train.py` builds it with, and takes back the optimizations that are not its own yet.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,14 @@ from composer.utils import dist, get_device
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor
-from tqdm import tqdm
 
-from benchmarks.optimizations import OPTIMIZATIONS, Optimization, Switches, ladder
-from benchmarks.timing import Timing, device, forget_peak_memory, free_memory, interleaved, peak_memory_bytes, timed
+from benchmarks.optimizations import ABOVE, Switches, switches_of
+from benchmarks.timing import Timing, device, forget_peak_memory, free_memory, on_gpu, peak_memory_bytes, timed
 from diffusion.contracts.batch import Batch
 from diffusion.cost.hardware import device_name, mfu, peak_flops
-from diffusion.families.adapters import add_adapters, store_frozen_in_bf16, trained_weights
 from diffusion.families.unet import keep_channels_last
 from diffusion.recipe import Recipe, load_recipe
 from diffusion.recipe.averaging import Profile
-from diffusion.recipe.schema import Adapter
 from diffusion.training.builder import build_model
 from diffusion.training.ema import EMA
 from diffusion.training.gradient_guard import clipping_divisor
@@ -37,14 +34,14 @@ SMOOTHING = 0.9999
 RECIPE = Path(__file__).parents[1] / 'yamls/sd2-base-256.yaml'
 
 
-def possible(switches: Switches, device: torch.device, may_compile: bool) -> Switches:
-    """Without what this machine cannot do: the CPU trains in float32 as `train.py` does there, and compiles for minutes."""
+def possible(switches: Switches, device: torch.device) -> Switches:
+    """Without what is for a GPU alone: the CPU trains in float32 as `train.py` does there, and would compile for minutes."""
     on_gpu = device.type == 'cuda'
     return replace(
         switches,
         bf16_encoders=switches.bf16_encoders and on_gpu,
         resident_bf16=switches.resident_bf16 and on_gpu,
-        compile=switches.compile if may_compile else None,
+        compile=switches.compile if on_gpu else None,
     )
 
 
@@ -56,7 +53,6 @@ def recipe_of(
     micro_batch: int,
     encoders: Path,
     device: torch.device,
-    adapter_rank: int | None = None,
     **more: Any,
 ) -> Recipe:
     """The shipped recipe with what a row changes in it, on data of the sort `kind`: latents or images; `more` overrides the rest."""
@@ -75,7 +71,6 @@ def recipe_of(
     }
     recipe = load_recipe(RECIPE, [f'{key}={value}' for key, value in overrides.items()])
     recipe.data.kind = 'images' if kind == 'images' else 'synthetic'
-    recipe.adapter = None if adapter_rank is None else Adapter(rank=adapter_rank, alpha=adapter_rank)
     return recipe
 
 
@@ -101,12 +96,8 @@ def build_step(
     Args:
         change: of the network, before it is compiled and its weights are given to the optimizer.
     """
-    model = build_model(replace(recipe, adapter=None), device)  # with random weights: an adapter's base would be read from a folder
-    if recipe.adapter is not None:
-        model.adapter = recipe.adapter
-        add_adapters(recipe.adapter, model.family, model.network, model.encoders.text, recipe.seed)
-        if recipe.train.precision != 'fp32':
-            store_frozen_in_bf16(model.network)
+    get_device(None)  # Composer's device switches TF32 on, as in training
+    model = build_model(recipe, device)
     if change is not None:
         change(model.network)
     if not switches.sdpa:
@@ -120,7 +111,7 @@ def build_step(
         model.compile_step(switches.compile)
     options = recipe.optimizer
     optimizer = torch.optim.AdamW(
-        trained_weights(model.network).values(),
+        model.network.parameters(),
         lr=options.lr,
         betas=options.betas,
         eps=options.eps,
@@ -185,12 +176,12 @@ def divide_as_trainer(model: TextToImage, optimizer: torch.optim.Optimizer, reci
 
 @dataclass
 class StepRow:
-    """An optimization with what is built for it and what was measured of it; `status` says why there is nothing.
+    """A row with what is built for it and what was measured of it; `status` says why there is nothing.
 
     `change` is applied to the network before it is compiled.
     """
 
-    optimization: Optimization
+    name: str
     switches: Switches
     status: str = 'measured'
     step: Callable[[], None] | None = None
@@ -206,9 +197,23 @@ class StepRow:
         self.flop_per_image = model.flops_per_batch(batch) // setting['micro_batch']
         self.precision = recipe.train.precision
 
+    def measure(self, setting: dict[str, Any], encoders: Path, steps: int, warmup: int) -> None:
+        """Time `steps` after `warmup`, with nothing else on the device, so that its memory is the row's own."""
+        forget_peak_memory()
+        try:
+            self.build(setting, encoders)
+            assert self.step is not None
+            self.timing = timed(self.step, steps, warmup)
+            self.memory = {'peak_allocated_bytes': peak_memory_bytes(), 'peak_reserved_bytes': torch.cuda.max_memory_reserved()}
+        except torch.cuda.OutOfMemoryError:
+            self.status = 'out of memory'
+        finally:
+            self.step = None
+            free_memory()
+
     def line(self, setting: dict[str, Any]) -> dict[str, Any]:
         """One line of JSONL; a row without a measurement has no numbers."""
-        line = {'benchmark': 'step', 'row': self.optimization.name, **setting, 'num_gpus': int(device().type == 'cuda'), 'status': self.status}
+        line = {'benchmark': 'step', 'row': self.name, **setting, 'num_gpus': int(on_gpu()), 'status': self.status}
         if self.timing is None:
             return line
         images_per_sec = setting['micro_batch'] / self.timing.median_sec
@@ -226,51 +231,7 @@ class StepRow:
         }
 
 
-def plan(only: list[str] | None, may_compile: bool) -> list[StepRow]:
-    """The rows to measure; one whose optimization does nothing on this machine is skipped, and those after it go without."""
-    rows = []
-    above: Switches | None = None
-    for optimization, wanted in zip(OPTIMIZATIONS, ladder().values(), strict=True):
-        switches, before = possible(wanted, device(), may_compile), above
-        above = switches
-        if only is None or optimization.name in only:
-            rows.append(StepRow(optimization, switches, status=f'skipped: needs {optimization.needs}' if switches == before else 'measured'))
-    return rows
-
-
-def measure_alone(row: StepRow, setting: dict[str, Any], encoders: Path, steps: int, warmup: int) -> None:
-    """The row has the device to itself, so that its memory is its own."""
-    forget_peak_memory()
-    try:
-        row.build(setting, encoders)
-        assert row.step is not None
-        row.timing = timed(row.step, steps, warmup)
-        row.memory = {'peak_allocated_bytes': peak_memory_bytes(), 'peak_reserved_bytes': torch.cuda.max_memory_reserved()}
-    except torch.cuda.OutOfMemoryError:
-        row.status = 'out of memory'
-    finally:
-        row.step = None
-        free_memory()
-
-
-def measure_together(rows: list[StepRow], setting: dict[str, Any], encoders: Path, steps: int) -> None:
-    """The rows take turns, so that what else a CPU does hits all alike; their memory is then one."""
-    for row in tqdm(rows, desc='build'):
-        row.build(setting, encoders)
-    timings = interleaved({row.optimization.name: row.step for row in rows if row.step is not None}, rounds=steps)
-    for row in rows:
-        row.timing = timings[row.optimization.name]
-
-
-def measured(rows: list[StepRow], setting: dict[str, Any], encoders: Path, steps: int, warmup: int, alone: bool) -> Iterator[StepRow]:
-    """Yield the rows in order, each as soon as it has been measured; those that are skipped too.
-
-    Args:
-        alone: one after the other, as on a GPU; otherwise in turns, so that all of them are done at once.
-    """
-    if not alone:
-        measure_together([row for row in rows if row.status == 'measured'], setting, encoders, steps)
-    for row in tqdm(rows, desc='rows', disable=not alone):
-        if alone and row.status == 'measured':
-            measure_alone(row, setting, encoders, steps, warmup)
-        yield row
+def step_row(name: str, change: Callable[[UNet2DConditionModel], None] | None = None) -> StepRow:
+    """The row to measure; it is skipped if its optimization does nothing on this machine, and those after it go without."""
+    switches, *above = (possible(switches_of(one), device()) for one in (name, ABOVE.get(name)) if one)
+    return StepRow(name, switches, 'skipped: needs a GPU' if [switches] == above else 'measured', change=change)

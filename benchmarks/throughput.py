@@ -4,8 +4,7 @@
 
 Each point of the sweep is a run of `train.py`, started by the sweep's `launcher`, and becomes a row of RESULTS (default:
 runs/sweeps/NAME/results.jsonl), read from what the run logs: images/s over whole windows of steps between synchronizations with the GPU, after the
-warm-up, loader and logging included, evaluation and checkpoints not; MFU of the network's FLOP alone. When its rate is steady the run is stopped, and
-the loader runs alone for a while.
+warm-up, loader and logging included, evaluation and checkpoints not; MFU of the network's FLOP alone. When its rate is steady the run is stopped.
 
 Out of memory, a crash, a time-out and a refusal are rows too. A point that has a row is not run again: run the same command again to resume after a
 stop. `--again crashed` measures the crashed points again, and of several rows of a point the last one counts. `--list` prints which points have a row
@@ -27,7 +26,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,29 +94,19 @@ def measure_point(sweep: Sweep, point: Point, identity: str, folder: Path) -> di
     recipe = point.recipe
     encoders = stand_in_encoders(recipe.model.network, folder.parent) if sweep.stand_in_encoders else None
     arguments = point.command(sweep, run_folder, encoders)
-    launch = partial(fill, sweep.launcher, asdict(point.place))
     start = time.monotonic()
 
     def measured() -> dict[str, Any] | None:
         return rate(windows_in(run_folder), sweep, recipe.batch.global_size)
 
-    # Words that composer, torchrun and python itself understand.
-    code = run(launch([TRAIN, *arguments]), log, sweep.time_limit_sec, meanwhile=measured)
+    words = fill(sweep.launcher, asdict(point.place), [TRAIN, *arguments])  # composer, torchrun and python itself understand the last
+    code = run(words, log, sweep.time_limit_sec, meanwhile=measured)
     belongings.remove_dead()  # shared memory of processes that were stopped
     environment = _read(run_folder / 'environment.json')
     result = measured()
     found = result or verdict(code, log.read_text(errors='replace'), sweep.time_limit_sec)
     if result:
         found |= numbers(point, result['images_per_sec'], environment, run_folder)
-        if sweep.loader_sec:
-            out = folder / 'loader.json'
-            words = launch(['-m', 'benchmarks.sweeping.loader', str(out), str(sweep.loader_sec), *arguments])
-            code = run(words, folder / 'loader.txt', max(1.0, start + sweep.time_limit_sec - time.monotonic()))
-            if loader := _read(out):
-                found |= {**loader, 'loader_ratio': loader['loader_images_per_sec'] / result['images_per_sec']}
-            else:
-                text = (folder / 'loader.txt').read_text(errors='replace')
-                found['reason'] = f'the loader alone: {verdict(code, text, sweep.time_limit_sec)["reason"]}'
     machine = {key: value for key, value in environment.items() if key not in OF_THE_RUN} or environment_apart(sweep.hardware == ON_CPU)
     found |= {'wall_sec': round(time.monotonic() - start, 3), 'log': None if result else str(log)}
     row = row_of(sweep, point, identity, found, {**machine, 'date': now()})
@@ -173,7 +161,6 @@ def table(rows: Sequence[dict[str, Any]]) -> list[list[Any]]:
             percent(row['mfu']),
             None if row['peak_allocated_bytes'] is None else row['peak_allocated_bytes'] / 1e9,
             percent(row['data_wait_share']),
-            row['loader_ratio'],
         ]
         for row in rows
     ]
@@ -260,7 +247,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print(f'\n{stopped(results)}', file=sys.stderr)
         return INTERRUPTED
-    print_table(['', 'status', 'images/s', 'per GPU', 'spread', 'MFU', 'peak GB', 'waiting', 'loader / model'], table(rows))
+    print_table(['', 'status', 'images/s', 'per GPU', 'spread', 'MFU', 'peak GB', 'waiting'], table(rows))
     counts = Counter(row['status'] for row in rows)
     print(f'{counted(len(rows), "point")}: {", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])}. Rows: {out}')
     print(measured_before([row for row in rows if row is old.get(row['point'])], len(rows)), end='')

@@ -11,8 +11,7 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,11 @@ from diffusion.cost.hardware import own_device
 from diffusion.monitoring.throughput import synchronize
 
 device = own_device
+
+
+def on_gpu() -> bool:
+    return device().type == 'cuda'
+
 
 MAX_BLOCKS = 10
 
@@ -68,16 +72,6 @@ def block_sec(step: Callable[[], object], steps: int) -> float:
         step()
     synchronize()
     return (time.monotonic() - start) / steps
-
-
-@contextmanager
-def cudnn_benchmark(search: bool) -> Iterator[None]:
-    """Within the context cuDNN times its algorithms for each shape (`search`), or guesses the best one."""
-    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, search
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def free_memory() -> None:

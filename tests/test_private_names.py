@@ -66,7 +66,6 @@ USED = [
     ('diffusion/training/trainer.py', 'torch.distributed.distributed_c10d', '_set_pg_timeout', "of the mesh's groups"),
     ('diffusion/training/machine.py', 'torch._dynamo', 'config.accumulated_recompile_limit config.optimize_ddp config.recompile_limit exc.TorchDynamoException', 'limits, and whose error it is'),
     ('benchmarks/timing.py', 'torch._dynamo', 'reset', 'each measurement compiles'),
-    ('benchmarks/checking/steps.py', 'torch._inductor.config', 'patch', 'options that are measured'),
     ('diffusion/training/ema.py', 'torch', '_foreach_lerp_', 'all tensors in one kernel'),
     ('diffusion/training/muon.py', 'torch', '_foreach_add _foreach_add_ _foreach_div_ _foreach_mul_', 'the same'),
     ('diffusion/families/registry.py', 'torch', '_fused_sdp_choice', 'the backend that attention would take'),
@@ -77,7 +76,6 @@ USED = [
     ('diffusion/families/counting/tracing.py', 'torch', '_subclasses.fake_tensor.FakeTensorMode utils._pytree.tree_map_only', 'a step without memory'),
     ('diffusion/families/counting/tracing.py', 'torch', 'utils._python_dispatch.TorchDispatchMode utils._pytree.tree_leaves UntypedStorage._cdata', 'its live tensors'),
     ('diffusion/autoencoding/planning.py', 'torch._subclasses.fake_tensor', 'FakeTensorMode', 'the same of an autoencoder'),
-    ('benchmarks/checking/host_syncs.py', 'torch', 'utils._python_dispatch.TorchDispatchMode ops.aten._local_scalar_dense.default', 'waits for the device, counted'),
     # others
     ('diffusion/checkpoints/reading.py', 'numpy._core.multiarray', '_reconstruct', 'allowed in checkpoints: random states'),
     ('diffusion/checkpoints/exporting.py', 'diffusers.training_utils', '_collate_lora_metadata', "an adapter's alpha"),

@@ -51,7 +51,6 @@ SWEEP = {
     'windows': 2,
     'steps_per_window': 2,
     'max_steps': 6,
-    'loader_sec': 0,  # tests/benchmarks/test_throughput.py measures a loader
 }
 
 

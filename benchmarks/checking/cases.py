@@ -17,6 +17,14 @@ class NotHere(Exception):
     """The case means nothing on this machine, or something it needs is missing; the message says what."""
 
 
+def require_gpu(why: str = '') -> None:
+    """Raises NotHere: there is no GPU."""
+    from benchmarks.timing import on_gpu  # imports torch, as the cases do
+
+    if not on_gpu():
+        raise NotHere(f'needs a GPU{why}')
+
+
 @dataclass(frozen=True)
 class Setting:
     """The setting of all cases.
@@ -44,6 +52,20 @@ class Setting:
     def folder(self) -> Path:
         return Path(self.work)
 
+    def encoders(self, network: str | None = None) -> Path:
+        """Return the folder of stand-in encoders of a network (default: that of the setting); they are written if they are not there."""
+        folder = self.folder / f'encoders-{network or self.network}'
+        if not folder.exists():
+            from diffusion.encoders.random_encoders import write_stand_in
+
+            write_stand_in(folder, network or self.network)
+        return folder
+
+    @property
+    def first_px(self) -> int:
+        """The resolution of the recipes' first phase."""
+        return min(self.micro_batch)
+
     def sec(self, planned_sec: float) -> float:
         """Planned seconds of a case, given those on an H200; the tiny form takes a few, whatever the case."""
         return min(planned_sec, 5.0) if self.tiny else planned_sec
@@ -56,13 +78,11 @@ class Case:
     Args:
         name: unique in its part.
         planned_sec: a slice with less time left does not begin it.
-        may_run_out: running out of memory is a result, not a failure.
     """
 
     name: str
     measure: Callable[[], Values]
     planned_sec: float = 5.0
-    may_run_out: bool = False
 
     def limit_sec(self, slice_sec: float) -> float:
         """After which it is given up. Less than a slice: a case that never ends would otherwise be begun in every slice."""
@@ -91,9 +111,7 @@ PARTS = (
     CheckPart('headline', 'benchmarks.checking.steps:headline', 320, 'images/s of train.py at both resolutions'),
     CheckPart('profile', 'benchmarks.checking.steps:profile', 120, "where a step's time goes, and its 20 heaviest kernels"),
     CheckPart('training', 'benchmarks.checking.training:cases', 240, 'the Trainer: host waits, each of its ways, checkpoint and resume'),
-    CheckPart('ladder', 'benchmarks.checking.steps:rows_of_ladder', 500, 'what each setting of the ablation adds'),
     CheckPart('memory', 'benchmarks.checking.memory:cases', 150, 'measured against the prediction; `batch.micro_size: auto`'),
     CheckPart('optimizer', 'benchmarks.checking.ceilings:once_a_step', 40, 'clipping, AdamW and the average of the weights'),
     CheckPart('demo', 'benchmarks.checking.demo:cases', 200, 'the whole path on drawn shapes, trained here'),
-    CheckPart('variations', 'benchmarks.checking.steps:variations', 1100, 'single settings that are not in the recipes'),
 )  # fmt: skip

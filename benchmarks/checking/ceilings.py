@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import ema
 from benchmarks.checking.cases import Case, Setting, Values
-from benchmarks.timing import device, timed
+from benchmarks.timing import device, on_gpu, timed
 from diffusion.families.registry import build_network
 from diffusion.training.gradient_guard import clipping_divisor
 from diffusion.training.sharding import gradient_norm
@@ -19,7 +19,7 @@ NORM_BYTES, ADAM_BYTES = 4, 32
 
 def seconds(call: Callable[[], object]) -> float:
     """Median seconds of a call; many calls of microseconds are timed together."""
-    return timed(call, steps=100, warmup=5).median_sec if device().type == 'cuda' else timed(call, steps=3, warmup=1).median_sec
+    return timed(call, *((100, 5) if on_gpu() else (3, 1))).median_sec
 
 
 def ceilings(setting: Setting) -> list[Case]:
@@ -28,7 +28,7 @@ def ceilings(setting: Setting) -> list[Case]:
 
 def matmul(side: int) -> Values:
     """Square, in bf16 on a GPU: the highest rate that any layer can reach."""
-    dtype = torch.bfloat16 if device().type == 'cuda' else torch.float32
+    dtype = torch.bfloat16 if on_gpu() else torch.float32
     a, b = (torch.randn(side, side, device=device(), dtype=dtype) for _ in range(2))
     sec = seconds(lambda: a @ b)
     return {'side': side, 'dtype': str(dtype), 'median_sec': sec, 'tflop_per_sec': 2 * side**3 / sec / 1e12}

@@ -11,13 +11,12 @@ import torch
 from composer.utils import get_device
 from torch import Tensor, nn
 
-from benchmarks.checking.cases import Case, NotHere, Setting, Values
+from benchmarks.checking.cases import Case, Setting, Values, require_gpu
 from benchmarks.optimizations import Switches
 from benchmarks.step_rows import build_step, recipe_of
-from benchmarks.timing import device, free_memory
+from benchmarks.timing import device, free_memory, on_gpu
 from diffusion.datasets.keyed_random import Draw, normal, random_bits
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.families.registry import build_network
 from diffusion.objectives.objective import weighted_error
 from diffusion.recipe.averaging import Profile
@@ -49,9 +48,7 @@ def num_different(values: Mapping[str, Tensor], others: Mapping[str, Tensor]) ->
 
 
 def cases(setting: Setting) -> list[Case]:
-    encoders = setting.folder / 'encoders-tiny'
-    if not encoders.exists():
-        write_stand_in(encoders, 'tiny')
+    encoders = setting.encoders('tiny')
     get_device(None)  # Composer's device switches TF32 on, as in training
     planned_sec = setting.sec(30)
     return [
@@ -65,7 +62,6 @@ def cases(setting: Setting) -> list[Case]:
         Case('found_inf', found_inf),
         Case('EMA', average),
         Case('encoders', partial(encode, encoders)),
-        Case('layouts', layouts),
     ]
 
 
@@ -98,7 +94,7 @@ def unet_gradient() -> Values:
     unet = build_network(UNET).to(memory_format=torch.channels_last)
     exact = gradient_of(copy.deepcopy(unet).double(), CPU, torch.float64)
     error = relative_error(gradient_of(unet.to(device()), device(), torch.float32), exact)
-    return {'checks': {'gradient': [error, NETWORK['tf32' if device().type == 'cuda' else 'fp32']]}}
+    return {'checks': {'gradient': [error, NETWORK['tf32' if on_gpu() else 'fp32']]}}
 
 
 def gradients_of_step(switches: Switches, precision: str, encoders: Path, where: torch.device) -> tuple[dict[str, Tensor], Tensor]:
@@ -127,14 +123,14 @@ def plain_step(encoders: Path) -> tuple[dict[str, Tensor], Tensor]:
 
 def step(encoders: Path, precision: str, mode: str | None) -> Values:
     """A whole step as train.py takes it, against the plain loop in float32 on the CPU."""
-    if device().type == 'cpu' and (mode is not None or precision == 'bf16'):
-        raise NotHere('needs a GPU')
+    if mode is not None or precision == 'bf16':
+        require_gpu()
     reference, plain_update = plain_step(encoders)
     resident = precision == 'bf16'
     switches = Switches(**{**vars(FAST), 'compile': mode, 'resident_bf16': resident, 'bf16_encoders': precision != 'fp32'})
     gradients, update = gradients_of_step(switches, precision, encoders, device())
     free_memory()
-    kind = 'bf16' if precision != 'fp32' else 'tf32' if device().type == 'cuda' else 'fp32'
+    kind = 'bf16' if precision != 'fp32' else 'tf32' if on_gpu() else 'fp32'
     if gradients.keys() != reference.keys():
         return {'checks': {'gradients that only one of them has': [len(gradients.keys() ^ reference.keys()), 0]}}
     error = relative_error(torch.cat([gradients[name].flatten() for name in reference]), torch.cat([g.flatten() for g in reference.values()]))
@@ -184,13 +180,12 @@ def average() -> Values:
 def encode(folder: Path) -> Values:
     """Text and images as training encodes them, against the CPU: images in float64, text with attention written out (its mask has no float64)."""
     plain, here = (FrozenEncoders.load(EncoderSource(str(folder))) for _ in range(2))
-    on_gpu = device().type == 'cuda'
-    here.to(device(), torch.bfloat16 if on_gpu else torch.float32, vae_in_bf16=on_gpu)
+    here.to(device(), torch.bfloat16 if on_gpu() else torch.float32, vae_in_bf16=on_gpu())
     vae = plain.vae.module.double()
     plain.text.parts['text_encoder'].module.set_attn_implementation('eager')
     tokens = plain.text.tokenize(['a red circle', ''])
     images = torch.randint(0, 256, (4, 3, RESOLUTION, RESOLUTION), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
-    limit = NETWORK['bf16' if on_gpu else 'fp32']
+    limit = NETWORK['bf16' if on_gpu() else 'fp32']
     with torch.no_grad():
         exact = vae.encode(images.double() / 127.5 - 1).latent_dist.parameters
     return {
@@ -199,18 +194,3 @@ def encode(folder: Path) -> Values:
             'moments': [relative_error(here.vae.encode(images.to(device())), exact), limit],
         }
     }
-
-
-def layouts() -> Values:
-    """Layers of the eager U-Net whose result is not channels_last; no error, but each costs a pass over memory."""
-    lost: dict[str, int] = {}
-    unet = build_network(UNET).to(device(), memory_format=torch.channels_last)
-
-    def look(module: nn.Module, args: object, out: object) -> None:
-        if isinstance(out, Tensor) and out.ndim == 4 and not out.is_contiguous(memory_format=torch.channels_last):
-            lost[type(module).__name__] = lost.get(type(module).__name__, 0) + 1
-
-    for module in unet.modules():
-        module.register_forward_hook(look)
-    gradient_of(unet, device(), torch.float32)
-    return {'layers_that_leave_channels_last': lost}

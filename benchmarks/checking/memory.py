@@ -5,12 +5,11 @@ from functools import partial
 
 import torch
 
-from benchmarks.checking.cases import Case, NotHere, Setting, Values
-from benchmarks.checking.steps import described, encoders_of, on_gpu, smallest, values_of
+from benchmarks.checking.cases import Case, Setting, Values, require_gpu
+from benchmarks.checking.steps import described, values_of
 from benchmarks.checking.training import small_recipe
-from benchmarks.optimizations import OPTIMIZATIONS, ladder
-from benchmarks.step_rows import StepRow, possible, recipe_of
-from benchmarks.timing import device
+from benchmarks.step_rows import recipe_of, step_row
+from benchmarks.timing import device, on_gpu
 from diffusion.cost.facts import Cluster, Facts
 from diffusion.families.counting.counts import Counter
 from diffusion.families.registry import family_of
@@ -42,17 +41,15 @@ def one_gpu() -> Cluster:
 
 
 def peak(setting: Setting, resolution: int, twice: bool) -> Values:
-    """The highest memory of a step, against diffusion.planning's for the same recipe; without a GPU only predicted."""
-    optimization = next(optimization for optimization in OPTIMIZATIONS if optimization.name == EAGER)
-    switches, described_as = possible(ladder()[EAGER], device(), may_compile=False), described(setting, resolution)
+    """The highest memory of a step, against diffusion.plan's for the same recipe; without a GPU only predicted."""
+    described_as = described(setting, resolution)
+    row = step_row(EAGER, family_of(setting.network).checkpoint_activations if twice else None)
     overrides: Values = {**described_as, 'ema.half_life': 'null', 'train.checkpoint_activations': str(twice).lower()}
-    recipe = recipe_of(switches, encoders=encoders_of(setting), device=device(), **overrides)
+    recipe = recipe_of(row.switches, encoders=setting.encoders(), device=device(), **overrides)
     expected = facts_of(recipe).memory(one_gpu())
     parts = {'predicted_bytes': expected.total, 'predicted_parts_bytes': expected.parts}
     if not on_gpu():
         return {**described_as, **parts}  # the resident set of a process on a CPU is mostly PyTorch itself
-
-    row = StepRow(optimization, switches, change=family_of(setting.network).checkpoint_activations if twice else None)
     values = values_of(row, setting, described_as, steps=2, warmup=2)
     # A single micro-batch has no gradients yet when its activations are the most; the prediction is of several.
     least = expected.total - expected.parts['gradients']
@@ -61,11 +58,10 @@ def peak(setting: Setting, resolution: int, twice: bool) -> Values:
 
 def automatic(setting: Setting) -> Values:
     """Three steps of the Trainer with the micro-batch that it finds, in the global batch of the recipe."""
-    if not on_gpu():
-        raise NotHere('needs a GPU: there is nothing to try how much fits on')
+    require_gpu(': there is nothing to try how much fits on')
     global_size = 64 if setting.tiny else 2048
     overrides = {
-        'model.network': setting.network, 'model.encoders.source': encoders_of(setting), 'data.resolution': smallest(setting), 'log.every': 1,
+        'model.network': setting.network, 'model.encoders.source': setting.encoders(), 'data.resolution': setting.first_px, 'log.every': 1,
         'data.synthetic_samples': 3 * global_size, 'batch.global_size': global_size, 'batch.micro_size': 'auto', 'train.duration': '3ba',
         'optimizer.warmup': '1ba', 'ema.start': '1ba',
     }  # fmt: skip

@@ -12,8 +12,6 @@ import json
 import signal
 import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +27,6 @@ CASE = 'case.json'  # the case that is being measured, or does not fit into the 
 REASON_LETTERS = 400
 
 
-@dataclass(frozen=True)
-class CheckTask:
-    """The task of a process, as its file has it.
-
-    Args:
-        parts: (name, `module:function` of its cases) of each.
-        setting: that of all cases.
-        out: file of the rows.
-        machine: what every row says of it (benchmarks.measured.environment).
-        end_time: of the slice, in seconds since the epoch.
-        slice_sec: length of a whole slice.
-    """
-
-    parts: Sequence[tuple[str, str]]
-    setting: dict[str, Any]
-    out: str
-    machine: dict[str, Any]
-    end_time: float
-    slice_sec: float
-
-
 def measured(case: Case) -> tuple[str, str | None, Values]:
     """Status, reason and values of a case; no exception of it ends the part."""
     try:
@@ -58,30 +35,28 @@ def measured(case: Case) -> tuple[str, str | None, Values]:
         return 'skipped', str(error), {}
     except Exception as error:
         reason = f'{type(error).__name__}: {one_line(error)}'[:REASON_LETTERS]
-        if case.may_run_out:
-            from diffusion.training.micro_batch import out_of_memory  # imports torch, as such a case has done
-
-            if out_of_memory(error):
-                return 'out of memory', reason, {}
         traceback.print_exc()
         return 'failed', reason, {}
 
 
-def run(task: CheckTask, folder: Path) -> int:
-    """Measure what has no row; returns the exit code."""
-    setting = Setting(**task.setting)
-    done = rows_of(Path(task.out), task.machine, setting.tiny)
+def run(task: dict[str, Any], folder: Path) -> int:
+    """Measure what has no row; returns the exit code.
 
-    def add(*row: Any, **values: Any) -> None:
-        add_row(Path(task.out), task.machine, setting.tiny, *row, **values)
+    Args:
+        task: `parts` with `module:function` of the cases of each, `setting` of all cases, file `out` of the rows, `machine` as every row has it
+            (benchmarks.measured.environment), `end_time` of the slice in seconds since the epoch, `slice_sec` of a whole one.
+        folder: for `case.json`.
+    """
+    setting, out, slice_sec = Setting(**task['setting']), Path(task['out']), task['slice_sec']
+    done = rows_of(out, task['machine'], setting.tiny)
 
     def note(part: str, row: str, planned_sec: float, limit_sec: float) -> None:
         content = {'part': part, 'row': row, 'planned_sec': planned_sec, 'time': time.time(), 'limit_sec': limit_sec}
         write_text(folder / CASE, json.dumps(content))
 
-    for part, cases in task.parts:
+    for part, cases in task['parts'].items():
         start = time.monotonic()
-        note(part, '', 0.0, task.slice_sec)  # of the imports, and of what cases share
+        note(part, '', 0.0, slice_sec)  # of the imports, and of what cases share
         module, _, function = cases.partition(':')
         with quick_imports():
             measuring = importlib.import_module(module)
@@ -90,9 +65,9 @@ def run(task: CheckTask, folder: Path) -> int:
         for case in found:
             if (part, case.name) in done:
                 continue
-            limit_sec = case.limit_sec(task.slice_sec)
+            limit_sec = case.limit_sec(slice_sec)
             note(part, case.name, case.planned_sec, limit_sec)
-            if time.time() + case.planned_sec > task.end_time:
+            if time.time() + case.planned_sec > task['end_time']:
                 return PREEMPTED
             print(f'== {part}: {case.name}', flush=True)
             # A thread of C, which ends the process even where Python is stuck in a kernel, after a traceback.
@@ -100,10 +75,10 @@ def run(task: CheckTask, folder: Path) -> int:
             begun = time.monotonic()
             status, reason, values = measured(case)
             faulthandler.cancel_dump_traceback_later()
-            add(part, case.name, status, time.monotonic() - begun, reason, **values)
+            add_row(out, task['machine'], setting.tiny, part, case.name, status, time.monotonic() - begun, reason, **values)
             if reason is not None and 'CUDA error' in reason:
                 return CRASH  # the device's context is lost; what is left needs a new process
-        add(part, '', 'finished', time.monotonic() - start)
+        add_row(out, task['machine'], setting.tiny, part, '', 'finished', time.monotonic() - start)
     return 0
 
 
@@ -112,4 +87,4 @@ if __name__ == '__main__':
     parser.add_argument('task', type=Path, metavar='TASK.json')
     path: Path = parser.parse_args().task
     faulthandler.enable()
-    raise SystemExit(run(CheckTask(**parse_json_object(path.read_bytes())), path.parent))
+    raise SystemExit(run(parse_json_object(path.read_bytes()), path.parent))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checking.cases import CheckPart, Setting, Values
-from benchmarks.checking.part import CASE, CheckTask
+from benchmarks.checking.part import CASE
 from benchmarks.checking.rows import AGAIN, add_row, result, rows_of
 from benchmarks.sweeping.launching import run
 from diffusion.common.files import parse_json_object, write_text
@@ -83,9 +83,12 @@ class Check:
         """Start a process for these parts; returns whether there may be time for more. Each call adds a row, or ends the slice."""
         folder, done = self.setting.folder, self.rows.keys()
         (folder / CASE).unlink(missing_ok=True)
-        todo, task = [(part.name, part.cases) for part in parts], folder / 'task.json'
-        content = CheckTask(todo, asdict(self.setting), str(self.out), dict(self.environment), time.time() + left_sec, slice_sec)
-        write_text(task, json.dumps(asdict(content)))
+        task = folder / 'task.json'
+        content = {
+            'parts': {part.name: part.cases for part in parts}, 'setting': asdict(self.setting), 'out': str(self.out),
+            'machine': self.environment, 'end_time': time.time() + left_sec, 'slice_sec': slice_sec,
+        }  # fmt: skip
+        write_text(task, json.dumps(content))
         log = folder / 'logs' / f'{parts[0].name}.txt'
         log.parent.mkdir(parents=True, exist_ok=True)
         begins_at = log.stat().st_size if log.exists() else 0

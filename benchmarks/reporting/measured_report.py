@@ -6,7 +6,6 @@ from benchmarks.reporting.figures import counted, plain
 from benchmarks.reporting.page import Block, Report, Section, Table
 from benchmarks.reporting.scaling_section import ahead, few, scaling_section, single_section
 from benchmarks.reporting.series import LOWER_LAW, MEASURED, PREDICTED, WITH_OUTLIER, ScalingSeries, group, label_of, settings_of
-from benchmarks.reporting.ways_to_pay import cost_section
 from benchmarks.sweeping.sweep import label
 from diffusion.cost.formulas import HOURS_PER_DAY, SD2_BASE, Phase, run_hours
 from diffusion.cost.hardware import gpu_name
@@ -34,7 +33,7 @@ SPEED: Columns = {
     'GPUs': _number('num_gpus'), 'images/s': _number('images_per_sec', '{:,.1f}'), 'per GPU': _number('images_per_sec_per_gpu', '{:,.2f}'),
     'spread': _number('images_per_sec_spread', '{:.1%}'), 'MFU': _number('mfu', '{:.1%}'), 'ms a step': _number('step_sec', '{:,.1f}', 1e3),
     'peak GB': _number('peak_allocated_bytes', '{:,.2f}', 1e-9), 'reserved GB': _number('peak_reserved_bytes', '{:,.2f}', 1e-9),
-    'waits for data': _number('data_wait_share', '{:.1%}'), 'loader / model': _number('loader_ratio', '{:,.1f}'),
+    'waits for data': _number('data_wait_share', '{:.1%}'),
     'warm-up': _number('warmup_steps'), 'steps': _number('measured_steps'),
 }  # fmt: skip
 SETTINGS: Columns = {
@@ -55,8 +54,7 @@ ALL_PHASES = ('', 'GPUs', 'days', 'GPU-hours', 'dollars', 'measured with:')
 WORDS = (
     'images/s: measured images over measured seconds, in whole windows of steps after the warm-up, loader and logging included, evaluation and '
     'checkpoints not; spread: interquartile range of the windows over their median. MFU = images/s per GPU x FLOP of the network per image, forward '
-    'and backward (2 FLOP a multiply-add, no encoders, nothing computed twice) / dense 16-bit peak of the GPU; empty where the peak is unknown. '
-    'loader / model: images/s of the loader alone over those of training, which would wait for data below 1.'
+    'and backward (2 FLOP a multiply-add, no encoders, nothing computed twice) / dense 16-bit peak of the GPU; empty where the peak is unknown.'
 )
 
 
@@ -80,7 +78,8 @@ def measured_report(
     if single:
         sections.append(single_section(single))
     title = 'Stable Diffusion 2 base, both phases' if phases is None else 'All phases'
-    sections += _runs(groups, phases or SD2_BASE, title, gpus, prices, gpu)
+    if whole := [(run, price_of(run.first, prices, gpu)) for run in _runs(groups, len(phases or SD2_BASE), gpus)]:
+        sections.append(_all_phases(title, whole))
     if compared := _compared(results):
         sections.append(Section('Settings compared', compared))
     rows = [*results.throughput, *results.steps]
@@ -150,32 +149,19 @@ def _settings(results: Sequence[Result]) -> Section:
     return Section('Settings', [*blocks, Table(['', *kept], table)])
 
 
-def _runs(
-    groups: Sequence[ScalingSeries], phases: Sequence[Phase], title: str, gpus: Sequence[int], prices: Prices, gpu: str | None
-) -> list[Section]:
-    """Days, GPU-hours and dollars of all phases together, where each was measured in the same way; and ways to pay for the best."""
+def _runs(groups: Sequence[ScalingSeries], num_phases: int, gpus: Sequence[int]) -> list['_Run']:
+    """Return the ways to train all phases, of several, that were measured in all of them."""
     families: dict[str, dict[int, ScalingSeries]] = {}  # of several groups of a family at one resolution the one with most points
     for one in groups:
         parts = families.setdefault(one.family, {})
         if one.phase is not None and (one.resolution not in parts or len(one.results) > len(parts[one.resolution].results)):
             parts[one.resolution] = one
-    runs = [_Run(dict(sorted(parts.items())), gpus) for parts in families.values() if parts]
-    whole = [(run, price_of(run.first, prices, gpu)) for run in runs if len(run.phases) == len(phases) > 1 and run.rates]
-    sections = [_all_phases(title, whole)] if whole else []
-    best = max(runs, key=lambda run: run.merit, default=None)
-    name = None if best is None else gpu_of(best.first, prices, gpu)
-    if best is not None and name is not None:
-        chosen = best.name
-        if len(runs) > 1:
-            chosen = f'Of {len(runs)} configurations that with the most phases, then numbers of GPUs, then images/s per GPU: {best.name}'
-        what = f'{chosen}: {" and ".join(phase.amount for phase in best.phases)}'
-        paid = cost_section(what, best.phases, best.rates, best.origins, name, prices, has_outliers=best.has_outliers)
-        sections += [] if paid is None else [paid]
-    return sections
+    runs = [_Run(dict(sorted(parts.items())), gpus) for parts in families.values() if len(parts) == num_phases > 1]
+    return [run for run in runs if run.rates]
 
 
 class _Run:
-    """One way to train, in some of the phases or all, on several numbers of GPUs."""
+    """One way to train all phases, on several numbers of GPUs."""
 
     def __init__(self, parts: Mapping[int, ScalingSeries], gpus: Sequence[int]):
         series = list(parts.values())
@@ -189,8 +175,6 @@ class _Run:
         self.rates = {n: {px: one.images_per_sec(n, one.global_size(n)) for px, one in parts.items()} for n in sorted(measured | foretold)}
         self.origins = {n: max((one.origin(n) for one in series), key=(MEASURED, PREDICTED, WITH_OUTLIER).index) for n in self.rates}
         self.has_outliers = any(one.outliers for one in series)
-        most = max((rates[min(rates)] / n for n, rates in self.rates.items()), default=0.0)
-        self.merit = len(parts), len(measured), most
 
 
 def _all_phases(title: str, runs: Sequence[tuple[_Run, Price | None]]) -> Section:
@@ -201,7 +185,9 @@ def _all_phases(title: str, runs: Sequence[tuple[_Run, Price | None]]) -> Sectio
             paid = '' if price is None else f'${few(wall * num_gpus * price.dollars)}'
             rows.append([run.origins[num_gpus], str(num_gpus), few(wall / HOURS_PER_DAY), few(wall * num_gpus), paid, run.name])
     named = [f'Dollars at {price}.' for price in dict.fromkeys(price for _, price in runs) if price is not None]
-    words = 'Training alone: encoding, storage, restarts and evaluation come on top.'
+    words = (
+        'Training alone. diffusion.plan adds encoding, storage, restarts and evaluation, and lists the ways to pay (--throughput with these files).'
+    )
     lower = f' {LOWER_LAW}' if any(run.has_outliers for run, _ in runs) else ''
     return Section(title, [Table(ALL_PHASES, rows), *named, words + lower])
 

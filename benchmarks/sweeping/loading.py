@@ -15,12 +15,11 @@ from benchmarks.sweeping.launching import wrong_template
 from benchmarks.sweeping.sweep import PLACES, Point, Sweep, as_overrides, as_yaml, is_decided, label, leaves, place_of
 from diffusion.common.text import closest
 from diffusion.recipe import Recipe, RecipeError, load_recipe
-from diffusion.recipe.keys import declared, dotted, first_unknown, is_section, known_paths
+from diffusion.recipe.keys import first_unknown, suggestion
 from diffusion.recipe.merging import merge
 from diffusion.recipe.reading import file_layers, override_layers
 
 MAX_POINTS = 2000  # weeks of measurements, and more than a minute of checks
-MAX_WRONG_POINTS = 50  # then the others are not checked
 ALIKE = 0.75  # least likeness (0..1) of a key and what is suggested for it
 
 STAND_IN = {'model.encoders.source': '.', 'model.encoders.revision': None}  # any folder, until the stand-ins are written
@@ -81,7 +80,6 @@ def _points(sweep: Sweep, path: Path, recipe: Path, unknown: Mapping[str, str]) 
     """Args: unknown: an error for each key that is not looked at any more."""
     points: list[Point] = []
     wrong: dict[str, list[str]] = {}  # the labels of the points, by error
-    num_wrong = 0
     combinations = list(_combinations(sweep))
     for settings in tqdm(combinations, desc='checking', unit='point', delay=1, mininterval=0.5, leave=False):
         try:
@@ -89,13 +87,7 @@ def _points(sweep: Sweep, path: Path, recipe: Path, unknown: Mapping[str, str]) 
         except ValueError as error:
             for line in error.errors if isinstance(error, RecipeError) else [str(error)]:
                 wrong.setdefault(line.replace(' (command line)', ''), []).append(label(settings))
-            num_wrong += 1
-            if num_wrong == MAX_WRONG_POINTS:
-                break
     errors = [*unknown.values(), *(f'{error} [{_where(names, len(combinations))}]' for error, names in wrong.items())]
-    unseen = len(combinations) - len(points) - num_wrong
-    if unseen:
-        errors.append(f'{unseen:,} of the {len(combinations):,} points were not checked: {num_wrong} are wrong already')
     seen = set[str]()
     for settings in combinations:
         text = json.dumps(settings, sort_keys=True)
@@ -173,18 +165,16 @@ def _unknown(given: Mapping[str, Any], sweep: Sweep) -> dict[str, str]:
     sections |= dict.fromkeys(sweep.grid, 'grid.') | {key: '' if key in given else 'set.' for key in sweep.set}
     errors = {}
     for key, section in sections.items():
+        head, _, tail = key.partition('.')
         if _is_known(key):
             continue
-        candidates = [section.removeprefix('points: ') + known for known in _keys()]
-        if key in given:
-            candidates += FIELDS
-            tail = key.partition('.')[2]
-            candidates += [f'{name}.{tail}' for name in ('grid', 'set') if tail and _is_known(tail)]
-        elif key in FIELDS:
+        if key in FIELDS:
             errors[key] = f'{section}{key}: belongs to the sweep itself and is the same for all points; write it next to {section.rstrip(".: ")}'
             continue
-        hint = _suggestion(section.removeprefix('points: ') + key, candidates) or _suggestion(key.partition('.')[0], FIELDS)
-        errors[key] = f'{section}{key}: unknown key{hint or OTHERWISE}'
+        own = closest(head, [*PLACES, *(FIELDS if key in given else ())], ALIKE)
+        if own and tail and _is_known(tail):
+            own = f'{own}.{tail}'
+        errors[key] = f'{section}{key}: unknown key' + (f"; did you mean '{own}'?" if own else suggestion(Recipe, key) or OTHERWISE)
     return errors
 
 
@@ -192,27 +182,15 @@ def _strangers(layer: dict[Any, Any], origin: str) -> Iterator[str]:
     """Yield an error for each key of a file that no sweep has, and take it out."""
     for key in [key for key in layer if key not in FIELDS]:
         inner, _ = next(leaves({key: layer[key]}))
-        hint = _suggestion(str(key), FIELDS) or _suggestion(inner, [f'set.{known}' for known in _keys()])
-        yield f'{key!s}: unknown key ({origin}){hint}'
+        place = inner if _is_known(str(inner)) else closest(inner, PLACES, ALIKE)
+        meant = closest(str(key), FIELDS, ALIKE) or (f'set.{place}' if place else None)
+        yield f'{key!s}: unknown key ({origin})' + (f"; did you mean '{meant}'?" if meant else '')
         del layer[key]
 
 
 def _is_known(key: str) -> bool:
     """Whether it is one of PLACES or of a recipe, whatever its value; names of streams and the like are free."""
     return key in PLACES or not first_unknown(Recipe, tuple(key.split('.')))
-
-
-def _keys() -> list[str]:
-    """What may be set: PLACES, and a recipe's."""
-    return [*PLACES, *(dotted(path) for path in known_paths(Recipe) if not is_section(declared(Recipe, path)[0]))]
-
-
-def _suggestion(key: str, candidates: Sequence[str]) -> str:
-    """Suggest a similar key, or else one whose last name is similar."""
-    by_name = {candidate.rpartition('.')[2]: candidate for candidate in reversed(list(candidates))}
-    name = closest(key.rpartition('.')[2], by_name, ALIKE)
-    best = closest(key, candidates, ALIKE) or (by_name[name] if name else None)
-    return f"; did you mean '{best}'?" if best else ''
 
 
 def _touch(key: str, other: str) -> bool:

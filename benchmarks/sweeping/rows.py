@@ -21,7 +21,7 @@ STATUSES = (*RATED, 'out of memory', CRASHED, 'timed out', 'refused')
 # Null in the row of a point that was not measured.
 NUMBERS = (
     'device', 'num_parameters', 'attention', 'images_per_sec', 'images_per_sec_spread', 'windows_images_per_sec', 'images_per_sec_per_gpu',
-    'step_sec', 'flop_per_image', 'mfu', 'peak_allocated_bytes', 'peak_reserved_bytes', 'data_wait_share', 'loader_images_per_sec', 'loader_ratio',
+    'step_sec', 'flop_per_image', 'mfu', 'peak_allocated_bytes', 'peak_reserved_bytes', 'data_wait_share',
     'warmup_steps', 'measured_steps', 'measured_sec',
 )  # fmt: skip
 
@@ -39,7 +39,7 @@ class RowsFile:
     """The file of a sweep's rows; held by one process at a time, as long as it lives. The last row of a point counts.
 
     Raises:
-        FileHeld: another process has it.
+        InputError: another process has it.
         OSError: it cannot be written.
     """
 

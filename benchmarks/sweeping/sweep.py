@@ -52,7 +52,6 @@ class Method:
     steps_per_window: int = key(50, 'Steps between two synchronizations with the GPU, and between two records of the log.', low=1, high=10**5)
     steady_within: float = key(0.05, 'Windows are steady if none is further from their median than this share of it.', low=0, high=1)
     max_steps: int = key(1000, 'Steps after which a point that is not steady ends all the same, the first ones included.')
-    loader_sec: float = key(10.0, 'How long the loader is then run alone; 0 leaves that out.', low=0, high=3600)
 
     @property
     def first_boundary(self) -> int:

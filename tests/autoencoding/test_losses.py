@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch.distributions import Normal, kl_divergence
 
-from benchmarks.checking.host_syncs import HostSyncs
 from diffusion.autoencoding.losses import MAX_ADAPTIVE_WEIGHT, adaptive_weight, discriminator_loss, generator_loss, kl_per_pixel_value, with_gradient
 from diffusion.autoencoding.model import AutoencoderTraining
 from diffusion.autoencoding.networks import PatchDiscriminator, build_autoencoder, init_output_scale, last_layer
 from diffusion.datasets.keyed_random import Draw, normal
 from diffusion.evaluation.features.lpips import RandomConvDistance
 from diffusion.recipe.autoencoder import Adversarial, AutoencoderSettings, Perceptual
+from tests.training.host_syncs import HostSyncs
 
 SIDE = 32
 

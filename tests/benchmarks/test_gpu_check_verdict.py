@@ -9,7 +9,7 @@ from benchmarks import gpu_check
 from benchmarks.checking import page
 from benchmarks.checking.cases import Setting
 from benchmarks.checking.judging import PredictedValue, comparisons, load_predictions, problems
-from benchmarks.checking.profiling import CLASSES, class_of
+from benchmarks.checking.steps import CLASSES, class_of
 from diffusion.recipe import RecipeError
 from tests.benchmarks.small_parts import PREDICTIONS, part, predictions
 
@@ -75,6 +75,16 @@ def test_the_page_has_every_row_and_the_verdict(check, tmp_path):
     for text in ('GPU check: a CPU', 'abc1234', '1 problem', 'this is wrong', 'needs the moon', 'Still to be measured: endless', 'failing: raises'):
         assert text in html, text
     assert 'http' not in html.replace('http://www.w3.org', '')  # it stands alone
+
+
+@pytest.mark.parametrize(
+    ('part', 'name', 'values', 'said'),
+    [('headline', '256 px', {'images_per_sec': 900.0, 'ms': 1.0}, 'target 825, met'), ('headline', '256 px', {'images_per_sec': 700.0, 'ms': 1.0}, 'target 825, missed'),
+     ('optimizer', 'EMA', {'ms': 4.1, 'gb_per_sec': 1.0}, 'target 2.4, missed'), ('optimizer', 'EMA', {'ms': 2.3, 'gb_per_sec': 1.0}, 'target 2.4, met')],
+)  # fmt: skip
+def test_a_target_is_met_by_more_images_or_fewer_milliseconds(part, name, values, said):
+    (table,) = page.numbers_of({(part, name): row(part, name, 'NVIDIA H200', **values)}, part, [], load_predictions())
+    assert table.rows[0][-1] == said
 
 
 def test_ceilings_that_are_measured_bound_the_classes_of_kernels():

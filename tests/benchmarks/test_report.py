@@ -16,7 +16,7 @@ from tests.monitoring.report.pages import assert_stands_alone
 
 NULLS = dict.fromkeys(
     ('device', 'attention', 'images_per_sec', 'images_per_sec_spread', 'images_per_sec_per_gpu', 'step_sec', 'flop_per_image', 'mfu', 'peak_allocated_bytes',
-     'peak_reserved_bytes', 'data_wait_share', 'loader_images_per_sec', 'loader_ratio', 'warmup_steps', 'measured_steps', 'measured_sec')
+     'peak_reserved_bytes', 'data_wait_share', 'warmup_steps', 'measured_steps', 'measured_sec')
 )  # fmt: skip
 
 EVIL = '<img src=x onerror=alert(1)>"\'&$a_b$'
@@ -33,7 +33,7 @@ def row(num_gpus, images_per_sec, resolution=256, **changes):
         'attention': 'cudnn', 'checkpoint_activations': False, 'ema': True, 'device': 'NVIDIA H200', 'images_per_sec': images_per_sec,
         'images_per_sec_spread': 0.012, 'images_per_sec_per_gpu': images_per_sec / num_gpus, 'step_sec': 2048 / images_per_sec, 'flop_per_image': flop,
         'mfu': images_per_sec / num_gpus * flop / 989e12, 'peak_allocated_bytes': 61_230_000_000, 'peak_reserved_bytes': 70_100_000_000,
-        'data_wait_share': 0.004, 'loader_images_per_sec': 24_000.0, 'loader_ratio': 24_000 / images_per_sec, 'warmup_steps': 20, 'measured_steps': 100,
+        'data_wait_share': 0.004, 'warmup_steps': 20, 'measured_steps': 100,
         'measured_sec': 30.0, 'date': '2026-11-20T10:00:00+00:00', 'commit': 'abc1234', 'gpu': 'NVIDIA H200', 'gpu_memory_bytes': 150_000_000_000,
         'cpu': 'Xeon', 'num_cores': 96, 'torch': '2.14.1', 'cuda': '12.6', 'driver': '550', **changes,
     }  # fmt: skip
@@ -109,7 +109,7 @@ def test_a_row_states_what_it_must(written):
     rate = law(16, 1 / 800, 0.03)
     assert cells(text[: text.index('Where and when')], '3') == [
         '3', 'num_gpus=16, resolution=256', 'measured', '16', f'{rate:,.1f}', f'{rate / 16:,.2f}', '1.2%', f'{rate / 16 * 539.31 / 989e3:.1%}', f'{2048 / rate * 1e3:,.1f}', '61.23', '70.10',
-        '0.4%', f'{24_000 / rate:,.1f}', '20', '100', '1',
+        '0.4%', '20', '100', '1',
     ]  # fmt: skip
     for stated in ('bf16', 'hsdp', 'cudnn', 'abc1234', '2026-11-20', '12.6', '550', 'NVIDIA H200', 'network, text', '539.3', '2,409', 'MFU ='):
         assert stated in text, stated
@@ -138,17 +138,6 @@ def test_both_phases_are_added_up(written):
         assert [float(re.sub(r'[$,]', '', cell)) for cell in found[2:5]] == pytest.approx(
             [hours / 24, hours * num_gpus, hours * num_gpus * 2.5], rel=2e-3
         )
-
-
-def test_ways_to_pay_cost_more_than_the_steps_alone(written):
-    """With failures and saves on demand is dearer than the bare product, by a few percent."""
-    text = (written / 'report.md').read_text()
-    part = text[text.index('## Ways to pay') :]
-    hours = (1_126_400_000 / law(8, 1 / 800, 0.03) + 1_740_800_000 / law(8, 1 / 180, 0.03)) / 3600
-    paid = float(re.sub(r'[$,]', '', cells(part, 'on-demand', '8', 'measured')[4]))
-    assert cells(part, 'spot', '64')[2] == 'predicted'
-    assert 1.001 < paid / (hours * 8 * 2.5) < 1.05
-    assert {line.split(' | ')[0].strip('| ') for line in part.splitlines() if line.startswith('| ')} >= {'on-demand', 'capacity-block', 'spot'}
 
 
 def test_the_latest_row_of_a_point_counts(tmp_path, monkeypatch, capsys):
@@ -230,9 +219,6 @@ def test_an_outlier_is_marked_and_predictions_are_given_with_it_and_without(tmp_
     series = group(map(Result, rows))[0]
     with_outlier = fit(series.points).predict(128, 2048).images_per_sec
     assert cells(text, 'with outlier', '128')[2] == f'{with_outlier:,.1f}'
-    paid = text[text.index('## Ways to pay') :]
-    assert [cells(paid, 'on-demand', count)[2] for count in ('32', '64', '128')] == ['measured', 'measured', 'with outlier']
-    assert f'{LOWER_LAW}' in paid
     assert series.images_per_sec(128, 2048) == pytest.approx(with_outlier) != pytest.approx(law(128, 1 / 800, 0.03))  # a bill takes the lower
     assert series.images_per_sec(32, 4096) == pytest.approx(fit(series.points).predict(32, 4096).images_per_sec)  # another batch than was measured
     assert series.images_per_sec(32, 2048) == series.points[3].images_per_sec
@@ -245,11 +231,10 @@ def test_with_an_outlier_that_is_fast_the_lower_law_is_the_one_without_it(tmp_pa
         *(row(n, law(n, 1 / 180, 0.03), resolution=512) for n in (8, 16, 24, 32, 64)),
     ]
     assert run(monkeypatch, write(tmp_path / 'r.jsonl', rows), '--gpus', '128', '--price', '2') == 0
-    both, _, paid = capsys.readouterr().out.partition('## Stable Diffusion 2 base, both phases')[2].partition('## Ways to pay')
+    both = capsys.readouterr().out.partition('## Stable Diffusion 2 base, both phases')[2]
     hours = (1_126_400_000 / law(128, 1 / 800, 0.03) + 1_740_800_000 / law(128, 1 / 180, 0.03)) / 3600
     assert cells(both, 'predicted', '128')[4] == f'${hours * 128 * 2:,.0f}'
-    assert cells(paid, 'given', '128')[2] == 'predicted'
-    assert both.count(LOWER_LAW) == paid.count(LOWER_LAW) == 1
+    assert both.count(LOWER_LAW) == 1
 
 
 def test_too_few_rows_to_name_the_one_that_is_off_are_said(tmp_path, monkeypatch, capsys):
@@ -275,8 +260,7 @@ def test_gpus_that_are_left_out_are_named(tmp_path, monkeypatch, capsys):
     path = write(tmp_path / 'r.jsonl', [row(n, law(n, 1 / 800, 0.03)) for n in (8, 16, 32)])
     assert run(monkeypatch, path, '--gpus', '24,1024,4096,8192', '--out', tmp_path) == 0
     text = capsys.readouterr().out
-    scaling = text.partition('## Ways to pay')[0]
-    assert [line.split(' | ')[1].strip() for line in scaling.splitlines() if line.startswith('| predicted')] == ['1024']
+    assert [line.split(' | ')[1].strip() for line in text.splitlines() if line.startswith('| predicted')] == ['1024']
     (line,) = [line for line in text.splitlines() if line.startswith('Not predicted')]
     assert '24, 4,096, 8,192 GPUs, as the global batch of 2,048 images cannot be divided among so many' in line
     assert line in (tmp_path / 'report.md').read_text()
@@ -289,7 +273,6 @@ def test_rows_of_a_cpu_and_of_another_u_net_cost_nothing_and_say_processes(tmp_p
     assert 'process-hours' in text
     assert '1 million samples at 32 px' in text
     assert '$' not in text
-    assert 'Ways to pay' not in text
 
 
 def test_a_device_has_its_own_price_or_none_and_that_is_said(tmp_path, monkeypatch, capsys):
@@ -431,7 +414,6 @@ def test_samples_of_ones_own_recipe_are_what_is_costed(tmp_path, monkeypatch, ca
         assert cells(text, 'predicted', '128')
         assert 'GPU-hours and dollars are those of 204.8 million samples at 256 px, training alone' in text
         assert 'billion' not in text
-        assert cells(text[text.index('## Ways to pay') :], 'given', '64')[2] == 'predicted'
 
 
 def test_samples_of_several_resolutions_are_added_up(tmp_path, monkeypatch, capsys):
@@ -444,7 +426,7 @@ def test_samples_of_several_resolutions_are_added_up(tmp_path, monkeypatch, caps
     assert run(monkeypatch, path, '--samples', '512=1e8') == 0
     text = capsys.readouterr().out
     assert '## All phases' not in text
-    assert '100 million samples at 512 px. Training with its saves' in text
+    assert 'those of 100 million samples at 512 px, training alone' in text
 
 
 @pytest.mark.parametrize(
@@ -458,16 +440,13 @@ def test_samples_of_several_resolutions_are_added_up(tmp_path, monkeypatch, caps
     ],
 )
 def test_prices_are_asked_for_as_of_a_plan(tmp_path, monkeypatch, capsys, asked, name, dollars):
-    """Dollars and offers count first, then an offer that was changed; the one that counts leads the ways to pay."""
+    """Dollars and offers count first, then an offer that was changed; the one that counts is named."""
     path = write(tmp_path / 'r.jsonl', [row(n, law(n, 1 / 800, 0.03)) for n in (8, 16)])
     assert run(monkeypatch, path, *(part for text in asked for part in ('--price', text))) == 0
     text = capsys.readouterr().out
     hours = 1_126_400_000 / law(8, 1 / 800, 0.03) / 3600
     assert cells(text[text.index('## Scaling') :], 'measured', '8')[10] == f'${few(hours * 8 * dollars)}'
     assert f'Dollars at ${dollars:.2f} per GPU-hour ({name}; ' in text
-    paid = text[text.index('## Ways to pay') :].partition('| price')[2].splitlines()[2]
-    assert paid.startswith(f'| {name.rpartition(".")[2]} ')
-    assert f'${dollars:.2f}' in paid
 
 
 def test_dollars_give_a_gpu_without_a_price_one(tmp_path, monkeypatch, capsys):

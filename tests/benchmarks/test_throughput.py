@@ -14,21 +14,22 @@ import torch
 import yaml
 
 from benchmarks import throughput
-from benchmarks.measured import FileHeld, environment
-from benchmarks.sweeping import launching, loader
+from benchmarks.measured import environment
+from benchmarks.sweeping import launching
 from benchmarks.sweeping.loading import load_sweep
 from benchmarks.sweeping.rows import NUMBERS, RowsFile, verdict
 from benchmarks.sweeping.sweep import Sweep
 from benchmarks.throughput import sweep_points
 from diffusion.common.files import read_json_lines
+from diffusion.contracts.errors import InputError
 from diffusion.families.registry import build_network, training_flops
 from diffusion.faults.process import explain
-from diffusion.recipe import RecipeError, load_recipe
+from diffusion.recipe import RecipeError
 from diffusion.training.micro_batch import NoRoom
 from tests.conftest import REPOSITORY, run_python
 from tests.faults.children import exit_code, start
 
-METHOD = {'warmup_steps': 2, 'windows': 2, 'steps_per_window': 2, 'steady_within': 0.9, 'max_steps': 40, 'loader_sec': 0.2}
+METHOD = {'warmup_steps': 2, 'windows': 2, 'steps_per_window': 2, 'steady_within': 0.9, 'max_steps': 40}
 SMALL = {
     'recipe': str(REPOSITORY / 'yamls/shapes.yaml'),
     'set': {
@@ -99,7 +100,7 @@ def fake(tmp_path):
     def write(deeds, **content):
         launcher = f'{sys.executable} {tmp_path}/fake.py {did} {{command}}'
         grid = {'optimizer.weight_decay': list(deeds)}
-        everything = {**SMALL, 'grid': grid, 'launcher': launcher, 'hardware': 'none', 'time_limit_sec': 4, 'loader_sec': 0, **content}
+        everything = {**SMALL, 'grid': grid, 'launcher': launcher, 'hardware': 'none', 'time_limit_sec': 4, **content}
         everything['stand_in_encoders'] = False
         everything['set'] = {**SMALL['set'], 'model.encoders.source': str(tmp_path)}
         (tmp_path / 'fake.yaml').write_text(yaml.safe_dump(everything, sort_keys=False))
@@ -128,7 +129,7 @@ def is_alive(pid):
         return False
 
 
-def wait_for(condition, seconds=60):
+def wait_for(condition, seconds=240):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, 'it did not come about'
@@ -183,22 +184,6 @@ def test_a_sweep_of_the_cpu_is_one_where_there_is_a_gpu_too(monkeypatch, tmp_pat
     assert (tmp_path / 'log').read_text() == "''\n"
 
 
-@pytest.mark.long
-def test_two_sweeps_do_not_share_a_file(tmp_path):
-    held = RowsFile(tmp_path / 'rows.jsonl')
-    child = start(_hold, tmp_path / 'rows.jsonl', tmp_path / 'answer')
-    assert exit_code(child) == 0
-    assert 'another sweep writes into it' in (tmp_path / 'answer').read_text()
-    held.file.close()
-
-
-def _hold(path, answer):
-    try:
-        RowsFile(path)
-    except FileHeld as error:
-        answer.write_text(str(error))
-
-
 @pytest.mark.parametrize('how', [signal.SIGKILL, signal.SIGINT])
 def test_stopped_in_the_middle_and_run_again_gives_every_point_once(how, fake, tmp_path):
     write, did = fake
@@ -208,7 +193,7 @@ def test_stopped_in_the_middle_and_run_again_gives_every_point_once(how, fake, t
     child = tmp_path / 'did.txt.child'
     wait_for(lambda: child.exists() and child.read_text())
     process.send_signal(how)
-    assert process.wait(60) == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    assert process.wait(240) == (130 if how == signal.SIGINT else -signal.SIGKILL)
     if how == signal.SIGINT:
         assert 'run the same command again to resume' in (tmp_path / 'err').read_text()
         wait_for(lambda: not is_alive(int(child.read_text())))
@@ -316,14 +301,6 @@ def test_a_lost_rank_is_no_lack_of_memory():
     assert found == {'status': 'crashed', 'reason': f'the launcher ended with exit code 76: {said.strip()}'}
 
 
-@pytest.mark.parametrize(('kind', 'workers'), [('images', 0), ('latents', 1)])
-def test_the_loader_of_real_data_runs_alone(kind, workers, request, encoders_folder, overrides, tmp_path):
-    """Over the end of an epoch, too."""
-    data = [f'data.kind={kind}', f'data.streams.train.local={request.getfixturevalue(kind)}', f'data.workers={workers}', f'run_folder={tmp_path}/run']
-    (rate,) = loader.rates(load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, *data]), seconds=0.5)
-    assert rate > 0
-
-
 def test_a_request_to_stop_that_comes_while_a_process_starts_is_not_lost(tmp_path, monkeypatch):
     """An exception in the middle of Popen would leave the process behind, or be swallowed."""
 
@@ -381,7 +358,6 @@ def test_a_row_agrees_with_itself(measured):
         assert (row['device'], row['mfu'], row['peak_reserved_bytes']) == ('CPU', None, None)
         assert row['peak_allocated_bytes'] > 10**8  # a Python with PyTorch
         assert 0 <= row['data_wait_share'] < 1
-        assert row['loader_ratio'] == pytest.approx(row['loader_images_per_sec'] / row['images_per_sec'])
         assert (row['ema'], row['precision'], row['sharding'], row['kind'], row['resolution']) == (True, 'fp32', 'ddp', 'synthetic', 32)
     assert not out.with_suffix('.points').exists()  # nothing failed
 
@@ -423,19 +399,11 @@ def test_old_rows_do_not_pass_for_new_ones(fake, tmp_path, monkeypatch, capsys):
     assert last_line([0.6], 'ddd', '--again', 'measured').startswith('1 point: ')
 
 
-def test_listing_runs_nothing(fake, tmp_path):
-    write, did = fake
-    listed = run_python('-m', 'benchmarks.throughput', write([0.0, 0.1]), '--list', '--out', tmp_path / 'rows.jsonl').stdout
-    assert 'optimizer.weight_decay=0.1' in listed
-    assert not did()
-    assert not (tmp_path / 'rows.jsonl').exists()
-
-
 def test_a_list_says_what_has_a_row_and_what_would_be_run(fake, tmp_path, monkeypatch, capsys):
     write, did = fake
     monkeypatch.setattr(throughput.signal, 'signal', lambda *_: None)  # this process keeps its own
     out = tmp_path / 'rows.jsonl'
-    sweep(write([0.0, 0.4]), out)
+    rows = sweep(write([0.0, 0.4]), out)
     before = out.read_bytes()
 
     def listed(*options):
@@ -444,6 +412,8 @@ def test_a_list_says_what_has_a_row_and_what_would_be_run(fake, tmp_path, monkey
         return capsys.readouterr().out.splitlines()
 
     held = RowsFile(out)  # by a sweep at work, say
+    with pytest.raises(InputError, match='another sweep writes into it; let it end, or name another file with --out'):
+        RowsFile(out)
     head, *lines = listed()
     assert head.startswith('fake: 3 points, 1 to run in at most ')
     assert lines[0] == '  optimizer.weight_decay=0.0  (1 x 1): measured, 10.0 images/s'
@@ -455,6 +425,7 @@ def test_a_list_says_what_has_a_row_and_what_would_be_run(fake, tmp_path, monkey
     held.file.close()
     assert out.read_bytes() == before
     assert did() == [0, 4]
+    assert [line[1:4] for line in throughput.table(rows)] == [['measured', 10.0, 10.0], ['out of memory', None, None]]
 
 
 def test_an_interruption_speaks_of_rows_only_if_there_are_any(fake, tmp_path, monkeypatch, capsys):
@@ -474,10 +445,3 @@ def test_an_interruption_speaks_of_rows_only_if_there_are_any(fake, tmp_path, mo
     assert said('measure_point') == 'stopped; no point was done: run the same command again to start with the first'
     sweep(write([0.0]), out)
     assert said('measure_point') == f'stopped; {out} keeps its 1 row: run the same command again to resume'
-
-
-def test_the_table_shows_every_status(fake, tmp_path):
-    write, _ = fake
-    rows = sweep(write([0.0, 0.4]), tmp_path / 'rows.jsonl')
-    assert [line[1:4] for line in throughput.table(rows)] == [['measured', 10.0, 10.0], ['out of memory', None, None]]
-    assert json.loads((tmp_path / 'rows.jsonl').read_text().splitlines()[1])['settings'] == {'optimizer.weight_decay': 0.4}

@@ -2,10 +2,10 @@
 
 import composer
 
-from benchmarks.checking.host_syncs import syncs_per_step
 from diffusion.recipe import load_recipe
 from diffusion.training.trainer import Trainer
 from tests.conftest import REPOSITORY
+from tests.training.host_syncs import syncs_per_step
 
 
 def stock_trainer(log_every, left_out, **arguments):
