@@ -133,7 +133,7 @@ class TrainingPhase:
     images_per_sec: Number  # of all GPUs together
     origin: str  # of that number: measured, published, predicted, assumed
     sample_bytes: Number  # of one sample in its shards
-    checkpoint_bytes: float  # infinite: large, and not stored
+    checkpoint_bytes: float
     num_checkpoints: int  # that are kept in the end (`checkpoints_kept`)
     save_interval_sec: float  # the recipe's checkpoint.every, as time
     gpu_hours_between_failures: float  # the recipe's faults.gpu_hours_between_failures

@@ -209,18 +209,16 @@ def asked_price(texts: Sequence[str], gpu: str, prices: Prices) -> Price | None:
 
     Dollars and offers such as `spot` count first, and else an offer of this GPU that was changed by NAME=DOLLARS.
     """
-
-    def asked_for(text: str) -> Price:
-        amount = _dollars(text)
-        if amount is None:
-            offers = ', '.join(prices.plans(gpu)) or 'none'
-            raise PriceError(f'--price {text}: neither dollars, NAME=DOLLARS nor an offer for {gpu} in the list of prices (there: {offers})')
-        return Price(f'gpu_hour.{gpu}.given', amount, UNITS['gpu_hour'], 'now', 'given on the command line')
-
-    changed = [text.partition('=')[0] for text in texts if '=' in text]
-    asked = [prices.plans(gpu).get(text) or asked_for(text) for text in texts if '=' not in text]
-    if not asked:
-        asked = [prices[name] for name in changed if name.startswith(f'gpu_hour.{gpu}.')]
+    offers, changed, asked = prices.plans(gpu), [text.partition('=')[0] for text in texts if '=' in text], list[Price]()
+    for text in texts:
+        if text in offers:
+            asked.append(offers[text])
+        elif (amount := _dollars(text)) is not None:
+            asked.append(Price(f'gpu_hour.{gpu}.given', amount, UNITS['gpu_hour'], 'now', 'given on the command line'))
+        elif '=' not in text:
+            there = ', '.join(offers) or 'none'
+            raise PriceError(f'--price {text}: neither dollars, NAME=DOLLARS nor an offer for {gpu} in the list of prices (there: {there})')
+    asked = asked or [prices[name] for name in changed if name.startswith(f'gpu_hour.{gpu}.')]
     if len(set(asked)) > 1:
         named = ', '.join(f'{price.amount} ({price.name})' for price in dict.fromkeys(asked))
         remedy = f'name it as well, such as --price {asked[0].offer}' if len(changed) == len(texts) else 'give one of them'
