@@ -120,7 +120,7 @@ def build_step(
     )
     if switches.resident_bf16:
         divide_as_trainer(model, optimizer, recipe)
-    loss_of = our_loss(model) if switches.keyed_noise else plain_loss(model)
+    plain = plain_loss(model)
     ema = EMA([Profile.of_half_life(6931)]) if switches.ema else None  # whose smoothing is SMOOTHING
     autocast = recipe.train.precision != 'fp32'
     batch = random_batch(recipe, model)
@@ -128,7 +128,7 @@ def build_step(
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            loss = loss_of(batch)
+            loss = model.loss(model(batch), batch) if switches.keyed_noise else plain(batch)
         loss.backward()
         if options.clip_norm is not None and switches.fused_adamw:
             optimizer.grad_scale = clipping_divisor(gradient_norm([optimizer]), options.clip_norm)  # type: ignore[attr-defined]
@@ -141,11 +141,6 @@ def build_step(
             loss.item()
 
     return model, batch, step
-
-
-def our_loss(model: TextToImage) -> Callable[[Batch], Tensor]:
-    """Return the loss as Composer asks the model for it."""
-    return lambda batch: model.loss(model(batch), batch)
 
 
 def plain_loss(model: TextToImage) -> Callable[[Batch], Tensor]:

@@ -225,72 +225,48 @@ def test_a_launcher_that_ends_without_a_message(code, log, reason):
     assert reason in found['reason']
 
 
-def raising(error):
-    def measure(*_):
-        raise error()
+ERRORS = {
+    'too much': lambda: torch.empty(2**60, dtype=torch.uint8),  # PyTorch's own words for it
+    'on a GPU': lambda: torch.cuda.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB'),
+    'of a library': lambda: RuntimeError('cuDNN error: CUDNN_STATUS_ALLOC_FAILED'),
+    'not one sample': lambda: NoRoom('sd2-base-256', ['batch.micro_size: not even one sample fits on this GPU']),
+    'not supported': lambda: RuntimeError('cuDNN error: CUDNN_STATUS_NOT_SUPPORTED'),
+    'forbidden': lambda: RecipeError('sd2-base-256', ['batch.micro_size: auto tries how much fits on a GPU, and this machine has none']),
+    'a mistake': lambda: KeyError('x'),
+}
 
-    return measure
 
-
-def _end_by(error, log):
+def _end_by(kind, log):
     """A rank as train.py ends it."""
     with log.open('w') as file:
         os.dup2(file.fileno(), 2)
         try:
-            raise error()
+            raise ERRORS[kind]()
         except Exception as reason:
             code = explain(reason)
         sys.stderr.flush()
     os._exit(code)
 
 
-def too_much():
-    return torch.empty(2**60, dtype=torch.uint8)  # PyTorch's own words for it
-
-
-def on_a_gpu():
-    return torch.cuda.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')
-
-
-def of_a_library():
-    return RuntimeError('cuDNN error: CUDNN_STATUS_ALLOC_FAILED')
-
-
-def not_one_sample():
-    return NoRoom('sd2-base-256', ['batch.micro_size: not even one sample fits on this GPU'])
-
-
-def not_supported():
-    return RuntimeError('cuDNN error: CUDNN_STATUS_NOT_SUPPORTED')
-
-
-def forbidden():
-    return RecipeError('sd2-base-256', ['batch.micro_size: auto tries how much fits on a GPU, and this machine has none'])
-
-
-def a_mistake():
-    return KeyError('x')
-
-
 @pytest.mark.parametrize(
-    ('error', 'status', 'code'),
+    ('kind', 'status', 'code'),
     [
-        (too_much, 'out of memory', 70),
-        pytest.param(on_a_gpu, 'out of memory', 70, marks=pytest.mark.long),
-        pytest.param(of_a_library, 'out of memory', 70, marks=pytest.mark.long),
-        (not_one_sample, 'out of memory', 64),
-        pytest.param(not_supported, 'crashed', 70, marks=pytest.mark.long),
-        (forbidden, 'refused', 64),
-        pytest.param(a_mistake, 'crashed', 70, marks=pytest.mark.long),
+        ('too much', 'out of memory', 70),
+        pytest.param('on a GPU', 'out of memory', 70, marks=pytest.mark.long),
+        pytest.param('of a library', 'out of memory', 70, marks=pytest.mark.long),
+        ('not one sample', 'out of memory', 64),
+        pytest.param('not supported', 'crashed', 70, marks=pytest.mark.long),
+        ('forbidden', 'refused', 64),
+        pytest.param('a mistake', 'crashed', 70, marks=pytest.mark.long),
     ],
 )
-def test_what_ended_a_run_is_read_from_what_it_printed(error, status, code, tmp_path):
-    assert exit_code(start(_end_by, error, tmp_path / 'log')) == code
+def test_what_ended_a_run_is_read_from_what_it_printed(kind, status, code, tmp_path):
+    assert exit_code(start(_end_by, kind, tmp_path / 'log')) == code
     log = (tmp_path / 'log').read_text() + f'ERROR:composer.cli.launcher:Global rank 0 (PID 7) exited with code {code}\n'
     found = verdict(code, log, 10)
     assert found['status'] == status
     with pytest.raises((RuntimeError, RecipeError, KeyError)) as caught:
-        raise error()
+        raise ERRORS[kind]()
     reason = caught.value.errors[0] if isinstance(caught.value, RecipeError) else f'{type(caught.value).__name__}: {caught.value}'
     assert reason.splitlines()[0] in found['reason']
 
@@ -433,9 +409,12 @@ def test_an_interruption_speaks_of_rows_only_if_there_are_any(fake, tmp_path, mo
     monkeypatch.setattr(throughput.signal, 'signal', lambda *_: None)  # this process keeps its own
     out = tmp_path / 'rows.jsonl'
 
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
     def said(where):
         with monkeypatch.context() as patch:
-            patch.setattr(throughput, where, raising(KeyboardInterrupt))
+            patch.setattr(throughput, where, interrupted)
             patch.setattr(sys, 'argv', ['throughput', str(write([0.0, 0.6])), '--out', str(out)])
             assert throughput.main() == 130
         return capsys.readouterr().err.splitlines()[-1]
