@@ -83,7 +83,7 @@ def endless(setting):
         return {}
 
     # A quarter of the slice is over when it begins, so that the slice ends before its limit does.
-    return [Case('first', lambda: time.sleep(1.5) or counted(setting, 'first'), planned_sec=0.1), Case('slow', measure, planned_sec=0.1)]
+    return [Case('first', lambda: time.sleep(2.5) or counted(setting, 'first'), planned_sec=0.1), Case('slow', measure, planned_sec=0.1)]
 
 
 def hanging(setting):
