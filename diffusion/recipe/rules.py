@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.common.ray_cluster import EXTRA, wrong_address
-from diffusion.common.storage import SCHEMES, misspelt_url
+from diffusion.common.storage import StorageRefusal, misspelt_url, open_folder
 from diffusion.common.text import counted
 from diffusion.recipe.autoencoder import AUTOENCODER_RULES, AnyRecipe
 from diffusion.recipe.averaging import coverage, profiles
@@ -80,16 +80,16 @@ def weights_are_in_a_folder(recipe: Recipe, _: int) -> list[str]:
 
 def _wrong_places(places: Mapping[str, str | None]) -> list[str]:
     errors = []
-    for key, place in places.items():
-        url, meant = re.match(r'(\w+):/', place or ''), misspelt_url(place or '')
-        if url or meant:
-            if key == 'run_folder' or key.endswith(('.local', '.photos.folder', '.weights')):
-                remedy = f'; set {key.removesuffix("local")}remote to it instead' if key.endswith('.local') else ''
-                errors.append(f"{key}: '{place}' is a URL; expected a folder of this machine{remedy}")
-            elif meant:
-                errors.append(f"{key}: '{place}' is neither a URL nor a folder; did you mean '{meant}'?")
-            elif url and key != 'load_path' and url[1] not in SCHEMES:
-                errors.append(f"{key}: '{place}' is in no object storage that is known; there are {', '.join(f'{name}://' for name in SCHEMES)}")
+    for key, place in present(places).items():
+        is_url = bool(re.match(r'\w+:/', place) or misspelt_url(place))
+        if is_url and (key == 'run_folder' or key.endswith(('.local', '.photos.folder', '.weights'))):
+            remedy = f'; set {key.removesuffix("local")}remote to it instead' if key.endswith('.local') else ''
+            errors.append(f"{key}: '{place}' is a URL; expected a folder of this machine{remedy}")
+        elif is_url and not (key == 'load_path' and place.startswith(('http:', 'https:'))):  # Composer fetches those
+            try:
+                open_folder(place)
+            except StorageRefusal as error:
+                errors.append(f'{key}: {error}')
     return errors
 
 

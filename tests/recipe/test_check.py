@@ -37,11 +37,14 @@ def recipe_of(encoders_folder, *overrides):
         ('load_path=nothing.pt', 'load_path: there is no nothing.pt on this machine'),
         (
             'data.streams.train.remote=s3:/bucket/x',
-            "data.streams.train.remote: 's3:/bucket/x' is neither a URL nor a folder; did you mean 's3://bucket/x'?",
+            'data.streams.train.remote: s3:/bucket/x: is neither a URL nor a folder; did you mean s3://bucket/x?',
         ),
-        ('data.streams.train.remote=s4://bucket/x', 'is in no object storage that is known; there are s3://, gs://, oci://'),
-        ('checkpoint.folder=gs:/bucket', "did you mean 'gs://bucket'?"),
-        ('data.streams.train.remote=oci:bucket@x/y', "did you mean 'oci://bucket@x/y'?"),
+        ('data.streams.train.remote=s4://bucket/x', 's4:// is not known; use a local path or s3://, gs://, oci://'),
+        ('data.streams.train.remote=s3://bucket/x?versionId=1', '?versionId=1 would be passed over: URLs of folders have no query'),
+        ('checkpoint.folder=s3://bucket/x#y', 'checkpoint.folder: s3://bucket/x#y: #y would be passed over'),
+        ('load_path=s3://bucket/x.pt?versionId=1', 'load_path: s3://bucket/x.pt?versionId=1: ?versionId=1 would be passed over'),
+        ('checkpoint.folder=gs:/bucket', 'did you mean gs://bucket?'),
+        ('data.streams.train.remote=oci:bucket@x/y', 'did you mean oci://bucket@x/y?'),
         ('run_folder=s3://bucket/run', 'run_folder: .* is a URL; expected a folder of this machine'),
         ('log.samples.prompts.fox.red=x', "log.samples.prompts.fox: {'red': 'x'} is not a text or null (command line)"),
         (

@@ -47,7 +47,7 @@ DRAWN = 'data.streams.class={drawn: {prompts: [a dog, a cat], num_images: 4}}'
         ([DRAWN, 'data.streams.class.drawn.num_images=1'], 'num_images: 1 images leave out some of 2 prompts; set it to 2'),
         (
             [DRAWN, 'data.streams.class.drawn.cache=s3:/bucket'],
-            "drawn.cache: 's3:/bucket' is neither a URL nor a folder; did you mean 's3://bucket'?",
+            'drawn.cache: s3:/bucket: is neither a URL nor a folder; did you mean s3://bucket?',
         ),
     ],
 )

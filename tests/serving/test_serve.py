@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.conftest import run_here, run_python
+from tests.conftest import REPOSITORY, run_here, run_python
 
 SERVE = 'diffusion.serve'
 WITHOUT_GRADIO = """
@@ -23,6 +23,13 @@ finally:
 def test_without_the_extra_it_says_how_to_install_it(base):
     said = run_python('-c', WITHOUT_GRADIO, base, code=2).stderr
     assert said == "the page needs Gradio, which is not installed: uv pip install -e '.[serve]'\n"
+
+
+@pytest.mark.parametrize('page', ['README.md', 'docs/comparison.md', 'docs/serve.md'])
+def test_it_is_named_with_its_extra_where_one_looks_for_it(page):
+    text = (REPOSITORY / page).read_text()
+    assert 'diffusion.serve' in text or '(serve.md)' in text
+    assert "uv pip install -e '.[serve]'" in text
 
 
 def test_a_folder_without_a_model_and_a_third_model_are_refused(base, tmp_path):
