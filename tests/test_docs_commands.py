@@ -5,12 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from data_prep.encoding.dataset import encode
 from data_prep.shapes import vocabulary
+from diffusion.cost.assumptions import Assumptions
 from diffusion.encoders.random_encoders import write_stand_in
 from diffusion.recipe.autoencoder import AutoencoderRecipe
 from diffusion.recipe.keys import first_unknown
@@ -196,12 +198,12 @@ def test_commands_name_files_options_and_keys_that_there_are(page):
         if name in OUTSIDE or not words:
             continue
         assert name in known or (REPOSITORY / f'{name.replace(".", "/")}.py').exists(), f'{page}: {line}'
-        for word in words[1:]:
+        for before, word in pairwise(words):
             option, _, _ = word.partition('=')
             if re.fullmatch(r'--[a-z][\w-]*', option):
                 assert re.search(rf'{option}(?![\w-])', known[name]), f'{page}: {name} has no {option}'
             elif re.fullmatch(r'(?:yamls|benchmarks)/[\w./-]+', word):
                 assert (REPOSITORY / word).exists(), f'{page}: {word}'
             elif re.fullmatch(r'[a-z_]+(?:\.[\w-]+)+=.*', word) or word.startswith(('name=', 'run_folder=', 'load_path=')):
-                path = tuple(option.split('.'))
-                assert not first_unknown(Recipe, path) or not first_unknown(AutoencoderRecipe, path), f'{page}: {word}'
+                schemas = [Assumptions] if before == '--assume' else [Recipe, AutoencoderRecipe]
+                assert not all(first_unknown(schema, tuple(option.split('.'))) for schema in schemas), f'{page}: {word}'
