@@ -300,25 +300,30 @@ def network_errors(recipe: Recipe) -> list[str]:
     if predicted.shape != noisy.shape:
         shapes = f'{tuple(predicted.shape)} of {tuple(noisy.shape)} latents'
         return [f'model.network: {named.name} makes {shapes}; set out_channels and in_channels to the same']
-    return _unlike_encoders(recipe, family.text_width(named.config), family.latent_channels(named.config))
+    return _unlike_encoders(recipe, family, family.text_width(named.config), family.latent_channels(named.config))
 
 
-def _unlike_encoders(recipe: Recipe, text_width: int, latent_channels: int) -> list[str]:
+def _unlike_encoders(recipe: Recipe, family: Any, text_width: int, latent_channels: int) -> list[str]:
     """If the encoders lie in a folder, whether the network takes what they make."""
     folder, errors = Path(recipe.model.encoders.source), []
     if not folder.is_dir():
         return []
     more = sorted(path.parent.name for path in folder.glob('text_encoder_*/config.json'))
     for parts, key, ours in ((['text_encoder', *more], 'hidden_size', text_width), (['vae'], 'latent_channels', latent_channels)):
-        theirs = 0
+        found = list[int]()
         for path in (folder / part / 'config.json' for part in parts):
             try:
                 config = parse_json_object(path.read_bytes())
-                theirs += config.get(key, config.get('d_model', 0) if key == 'hidden_size' else 0)  # as T5 calls its width
+                found.append(config.get(key, config.get('d_model', 0) if key == 'hidden_size' else 0))  # as T5 calls its width
             except FileNotFoundError:
                 errors.append(f'model.encoders.source: {path} is missing; a folder in the diffusers layout has vae, text_encoder and tokenizer')
             except (ValueError, TypeError) as error:
                 errors.append(f'model.encoders.source: {path} cannot be read: {error}; restore it from where the encoders came from')
+        try:
+            theirs = family.text.joined(found, found)[2] if key == 'hidden_size' and found else sum(found)
+        except EncoderError as error:
+            errors.append(str(error))
+            continue
         if theirs and theirs != ours:
             where = ' and '.join(f'{folder / part}/config.json' for part in parts)
             errors.append(f'model.network: {recipe.model.network} reads {key} {ours}, and {where} says {theirs}; they must be the same')

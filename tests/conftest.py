@@ -124,6 +124,17 @@ def base_xl(encoders_xl_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope='session')
+def base_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from data_prep.shapes import vocabulary
+    from diffusion.encoders.random_encoders import write_stand_in
+    from tests.families.published import write_base
+
+    encoders = tmp_path_factory.mktemp('encoders-sd3')
+    write_stand_in(encoders, 'tiny-sd3', words=vocabulary())
+    return write_base(tmp_path_factory.mktemp('base-sd3'), 'tiny-sd3', encoders)
+
+
+@pytest.fixture(scope='session')
 def encoders_xl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with two text encoders and tokenizers, of Stable Diffusion XL's kind."""
     folder = tmp_path_factory.mktemp('encoders-xl')

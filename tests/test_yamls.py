@@ -26,9 +26,9 @@ YAMLS = [path for path in ALL if '\nautoencoder:' not in path.read_text()]  # of
 
 
 @pytest.fixture
-def bases(base, base_xl):
+def bases(base, base_xl, base_sd3):
     """Tiny whole pipelines by network; families without adapters, such as PRX, take the encoders of the first."""
-    return defaultdict(lambda: base, {'tiny-xl': base_xl})
+    return defaultdict(lambda: base, {'tiny-xl': base_xl, 'tiny-sd3': base_sd3})
 
 
 @pytest.mark.parametrize('path', YAMLS, ids=lambda path: f'{path.parent.name}/{path.stem}')
@@ -49,9 +49,9 @@ def test_runs_two_batches(path, overrides, bases, photos, images, tmp_path):
     if scored:
         more += ['eval.every=1ba', *(f'eval.samples.{key}' for key in ('every=1ba', 'count=16', f'prompts=[{", ".join(CAPTIONS)}]', 'steps=2'))]
     if named.adapter is not None:
+        as_published = ('prediction=epsilon', 'schedule.zero_terminal_snr=false')
+        more += [f'model.diffusion.{value}' for value in as_published if named.model.diffusion is not None]
         more += [
-            'model.diffusion.prediction=epsilon',
-            'model.diffusion.schedule.zero_terminal_snr=false',
             'data.kind=latents',
             'adapter.rank=2',
             'adapter.alpha=2',

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from diffusers.training_utils import _collate_lora_metadata
-from diffusers.utils import convert_state_dict_to_diffusers, convert_state_dict_to_kohya
+from diffusers.utils import convert_state_dict_to_kohya
 from safetensors.torch import save_file
 from torch import nn
 
@@ -34,7 +34,7 @@ from diffusion.contracts.errors import CheckpointError
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.frozen_part import weights_sha256
 from diffusion.encoders.pretrained import save_tokenizer
-from diffusion.families.adapters import adapted_parts, add_adapters, load_adapters, merge_adapter, peft_weights
+from diffusion.families.adapters import adapted_parts, add_adapters, exported_weights, load_adapters, merge_adapter, peft_weights
 from diffusion.families.family import Family
 from diffusion.families.pipeline import KOHYA, LORA, ZEROS, DrawingSettings
 from diffusion.families.registry import build_network, family_for
@@ -148,20 +148,22 @@ def _base(network: nn.Module, recipe: Recipe, file: Path) -> tuple[FrozenEncoder
 
 
 def write_lora(folder: Path, family: Family, parts: Mapping[str, Any], alpha: float) -> None:
-    """Write both files. Equal adapters make equal files, to the byte.
+    """Write the file of diffusers and, where they read another, that of other programs. Equal adapters make equal files, to the byte.
 
     Args:
         parts: the adapted networks by the names of their folders in the diffusers layout.
     """
-    weights = {name: peft_weights(module) for name, module in parts.items()}
     metadata = _collate_lora_metadata(dict(parts))  # without it readers take alpha = rank
     for part in metadata.values():
         part['target_modules'] = sorted(part['target_modules'])  # a set, whose order changes from process to process
-    layers = {f'{name}_lora_layers': convert_state_dict_to_diffusers(own) for name, own in weights.items()}
+    layers = {f'{name}_lora_layers': own for name, own in exported_weights(family, parts).items()}
     family.pipeline_class.save_lora_weights(folder, weight_name=LORA.name, **layers, **metadata)  # type: ignore[attr-defined]
     _order_metadata(folder / LORA.name)
+    if not family.older_adapters:
+        return
     # From peft's names of all parts: of the file above diffusers' conversion leaves the U-Net behind.
-    kohya = convert_state_dict_to_kohya({f'{part}.{name}': tensor for part, own in weights.items() for name, tensor in own.items()})
+    weights = {f'{part}.{name}': tensor for part, module in parts.items() for name, tensor in peft_weights(module).items()}
+    kohya = convert_state_dict_to_kohya(weights)
     if 'text_encoder_2' not in family.pipeline_parts:
         kohya = {name.replace('lora_te1_', 'lora_te_'): tensor for name, tensor in kohya.items()}  # only of two encoders has the first a number
     alphas = {name: torch.tensor(alpha) for name in kohya if name.endswith('.alpha')}  # the conversion writes the rank

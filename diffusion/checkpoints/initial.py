@@ -30,7 +30,8 @@ from diffusion.recipe.keys import hub_source
 from diffusion.recipe.schema import Model
 
 WEIGHTS = 'diffusion_pytorch_model.safetensors'
-OF_TRAINING = ('prediction_type', 'rescale_betas_zero_snr', 'shift')  # entries of a sampler that say how its network was trained
+# Entries of a sampler that say how its network was trained.
+OF_TRAINING = ('prediction_type', 'rescale_betas_zero_snr', 'shift', 'use_dynamic_shifting')
 # Entries of a network's configuration that change neither what its weights are nor what it computes from them, but for rounding.
 INDIFFERENT = ('sample_size', 'dropout', 'upcast_attention', 'scaling_factor', 'shift_factor', 'latents_mean', 'latents_std', 'force_upcast')
 

@@ -157,7 +157,9 @@ def weights_by_part(state: dict[str, Any], component: str, average: bool, number
     weights = _average(state, number) if average else _part(state, 'model')
     if weights is None:
         return None
-    parts: dict[str, dict[str, Tensor]] = {component: _network(weights, 'EMA.average' if average else 'model')}
+    parts: dict[str, dict[str, Tensor]] = {component: _network(_part(state, 'model'), 'model')}
+    if average:
+        parts[component] |= _network(weights, 'EMA.average')  # all that is trained; buffers, such as positions, are those of the model
     for name, tensor in weights.items():
         if name.startswith(TEXT_ENCODERS):
             part, _, own = name.removeprefix(TEXT_ENCODERS).partition('.')

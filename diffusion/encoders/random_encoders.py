@@ -28,7 +28,7 @@ from diffusion.encoders.sizes import KINDS, PROJECTS
 
 END = '<|endoftext|>'
 T5_FAMILY = {'t5': T5EncoderModel, 'umt5': UMT5EncoderModel}
-PADS = (END, '!')  # of the published tokenizers, the first and the second of Stable Diffusion XL
+PADS = (END, '!', END)  # of the published tokenizers: the first and the second of Stable Diffusion XL; T5's has its own
 
 
 def build_vae(block_out_channels: Sequence[int], latent_channels: int = 4, **config: Any) -> AutoencoderKL:
@@ -63,9 +63,9 @@ def text_encoders_like(like: str) -> list[Any]:
     return [build_text_encoder(config) for config in _text_configs(like).values()]
 
 
-def text_length_like(like: str) -> int:
-    """Tokens of a caption; those that the tokenizer of a folder gives, where its encoder takes any number."""
-    return min(_num_tokens(like, name, config) for name, config in _text_configs(like).items())
+def text_lengths_like(like: str) -> list[int]:
+    """Tokens that each of them takes; those that the tokenizer of a folder gives, where its encoder takes any number."""
+    return [_num_tokens(like, name, config) for name, config in _text_configs(like).items()]
 
 
 def _num_tokens(like: str, name: str, config: PretrainedConfig) -> int:
@@ -142,7 +142,7 @@ def build_t5_tokenizer(folder: Path, words: Sequence[str], length: int) -> T5Tok
 
 
 def write_stand_in(folder: Path, kind: str = 'tiny', words: Sequence[str] = (), seed: int = 0, vae: AutoencoderKL | None = None) -> None:
-    """Write `vae/`, `text_encoder/` and `tokenizer/`, or two of the latter (`_2`), that `FrozenEncoders.load` reads.
+    """Write `vae/`, `text_encoder/` and `tokenizer/`, or several of the latter (`_2`, `_3`), that `FrozenEncoders.load` reads.
 
     Args:
         words: that the tokenizers have a token for.

@@ -23,6 +23,8 @@ FLUX_VAE = STABLE_DIFFUSION_VAE | {'latent_channels': 16, 'sample_size': 1024, '
 FLUX_VAE |= {'use_quant_conv': False, 'use_post_quant_conv': False}
 OPENCLIP_H = _clip(1024, 4096, 23, 16, projection_dim=512, vocab_size=49408)  # Stable Diffusion 2's
 T5_XXL = _t5(4096, 64, 10240, 24, 64, 256, vocab_size=32128)
+CLIP_L = _clip(768, 3072, 12, 12, 'quick_gelu', projection_dim=768, vocab_size=49408)
+OPENCLIP_BIGG = _clip(1280, 5120, 32, 20, projection_dim=1280, vocab_size=49408, architectures=PROJECTS)
 
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     'tiny': {'vae': TINY_VAE, 'text_encoder': _clip(32, 64, 2, 2, length=16)},
@@ -39,12 +41,24 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     'sd2-base': {'vae': {**STABLE_DIFFUSION_VAE, 'sample_size': 512, 'scaling_factor': 0.18215}, 'text_encoder': OPENCLIP_H},
     'sdxl-base': {
         'vae': {**STABLE_DIFFUSION_VAE, 'sample_size': 1024, 'scaling_factor': 0.13025},
-        'text_encoder': _clip(768, 3072, 12, 12, 'quick_gelu', projection_dim=768, vocab_size=49408),  # CLIP ViT-L
-        'text_encoder_2': _clip(1280, 5120, 32, 20, projection_dim=1280, vocab_size=49408, architectures=PROJECTS),  # OpenCLIP ViT-bigG
+        'text_encoder': CLIP_L,
+        'text_encoder_2': OPENCLIP_BIGG,
     },
     'tiny-t5': {'vae': {**TINY_VAE, 'shift_factor': 0.25}, 'text_encoder': _t5(32, 8, 64, 2, 4, 24)},  # its VAE has a shift, too
+    'tiny-sd3': {  # widths differ here too; the pair's 80 channels are padded to T5's
+        'vae': {**TINY_VAE, 'shift_factor': 0.25},
+        'text_encoder': _clip(32, 64, 3, 2, 'quick_gelu', length=16, projection_dim=20, architectures=PROJECTS),
+        'text_encoder_2': _clip(48, 96, 3, 4, length=16, projection_dim=24, architectures=PROJECTS),
+        'text_encoder_3': _t5(96, 8, 64, 2, 4, 256),
+    },
+    'sd35-medium': {
+        'vae': FLUX_VAE | {'scaling_factor': 1.5305, 'shift_factor': 0.0609},
+        'text_encoder': CLIP_L | {'architectures': PROJECTS},
+        'text_encoder_2': OPENCLIP_BIGG,
+        'text_encoder_3': T5_XXL,
+    },
     'prx-600m': {'vae': FLUX_VAE, 'text_encoder': OPENCLIP_H},
     'prx-600m-t5-xxl': {'vae': FLUX_VAE, 'text_encoder': T5_XXL},
 }
-"""`vae`, `text_encoder` and perhaps `text_encoder_2`: arguments of diffusers' and transformers' configurations, and `model_type` of
+"""`vae`, `text_encoder` and perhaps `text_encoder_2` and `_3`: arguments of diffusers' and transformers' configurations, and `model_type` of
 a text encoder that is no CLIP; tokens of a caption are its `max_position_embeddings`, or T5's `n_positions`."""

@@ -33,23 +33,27 @@ class TextKind(NamedTuple):
 
 
 CLIP = TextKind(CLIPTextModel, CLIPTextConfig, CLIPTokenizer)
+PROJECTED_CLIP = CLIP._replace(model=CLIPTextModelWithProjection)
+T5 = TextKind(T5EncoderModel, T5Config, T5Tokenizer)
+NUMBERS = ('', '_2', '_3')  # ends of the names of their folders
 
 
 class TokenizePadded:
-    """Captions to padded and truncated ids: (B, length) int64 by text encoder. Goes to the loader's workers by itself, without the encoders.
+    """Captions to padded and truncated ids: (B, its length) int64 by text encoder. Goes to the loader's workers by itself, without the encoders.
 
     Args:
         tokenizers: by text encoder.
+        lengths: tokens of a caption, in their order.
         masked: also give `NAME_mask` (B, length) bool, True at the caption's own tokens with their begin and end.
     """
 
-    def __init__(self, tokenizers: Mapping[str, PreTrainedTokenizerBase], length: int, masked: bool = False):
-        self.tokenizers, self.length, self.masked = tokenizers, length, masked
+    def __init__(self, tokenizers: Mapping[str, PreTrainedTokenizerBase], lengths: Sequence[int], masked: bool = False):
+        self.tokenizers, self.lengths, self.masked = tokenizers, lengths, masked
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         tokens = {}
-        for name, tokenizer in self.tokenizers.items():
-            found = tokenizer(list(captions), padding='max_length', truncation=True, max_length=self.length, return_tensors='pt')
+        for (name, tokenizer), length in zip(self.tokenizers.items(), self.lengths, strict=True):
+            found = tokenizer(list(captions), padding='max_length', truncation=True, max_length=length, return_tensors='pt')
             tokens[name] = found['input_ids']
             if self.masked:
                 tokens[f'{name}_mask'] = found['attention_mask'].bool()
@@ -61,7 +65,8 @@ class TextEncoders:
 
     Attributes:
         parts, tokenizers: by the names of their folders in the diffusers layout.
-        length: tokens of a caption, to which shorter ones are padded and longer ones cut.
+        lengths: tokens of a caption by encoder, to which shorter ones are padded and longer ones cut.
+        length: tokens of the encoded text.
         width: channels of the encoded text.
         pooled_width: channels of the one vector a caption; None where there is none.
 
@@ -76,12 +81,14 @@ class TextEncoders:
 
     def __init__(self, *found: tuple[FrozenPart, Any, Any]):  # each with its configuration and its tokenizer
         encoders, configs, tokenizers = zip(*found, strict=True)
-        self.parts: dict[str, FrozenPart] = dict(zip(('text_encoder', 'text_encoder_2'), encoders, strict=False))
-        self.tokenizers: dict[str, Any] = dict(zip(('tokenizer', 'tokenizer_2'), tokenizers, strict=False))
-        limits = [getattr(config, 'max_position_embeddings', LONGEST) for config in configs]  # T5 has none of its own
-        self.length: int = min(*(tokenizer.model_max_length for tokenizer in tokenizers), *limits)
-        self.width: int = sum(config.hidden_size for config in configs)
-        self.tokenize = TokenizePadded(dict(zip(self.parts, tokenizers, strict=True)), self.length, self.masked)
+        self.parts: dict[str, FrozenPart] = {f'text_encoder{number}': part for number, part in zip(NUMBERS, encoders, strict=False)}
+        self.tokenizers: dict[str, Any] = {f'tokenizer{number}': tokenizer for number, tokenizer in zip(NUMBERS, tokenizers, strict=False)}
+        limits = [  # T5 has none of its own
+            min(tokenizer.model_max_length, getattr(config, 'max_position_embeddings', LONGEST))
+            for config, tokenizer in zip(configs, tokenizers, strict=True)
+        ]
+        self.lengths, self.length, self.width = self.joined(limits, [config.hidden_size for config in configs])
+        self.tokenize = TokenizePadded(dict(zip(self.parts, tokenizers, strict=True)), self.lengths, self.masked)
         for name, config in zip(self.parts, configs, strict=True):
             layers, meaning = self.layers.get(config.hidden_size, (config.num_hidden_layers, ''))
             if config.num_hidden_layers != layers:
@@ -89,6 +96,17 @@ class TextEncoders:
                     f'{name} has {config.num_hidden_layers} layers of width {config.hidden_size}; {meaning}. Use a folder whose '
                     f'{name}/config.json says num_hidden_layers: {layers}'
                 )
+
+    @classmethod
+    def joined(cls, limits: Sequence[int], widths: Sequence[int]) -> tuple[list[int], int, int]:
+        """Tokens that each encoder reads, then tokens and channels of the text that the network reads; of several encoders they lie side by side.
+
+        Args:
+            limits: tokens that each encoder and its tokenizer can take.
+            widths: channels of each.
+        """
+        length = min(limits)
+        return [length] * len(limits), length, sum(widths)
 
     @classmethod
     def of(cls, text_encoder: Any, tokenizer: Any) -> Self:
@@ -102,7 +120,7 @@ class TextEncoders:
         Raises:
             EncoderError: with the location and the remedy.
         """
-        return cls(*(_find(kind, source, revision, number) for kind, number in zip(cls.kinds, ('', '_2'), strict=False)))
+        return cls(*(_find(kind, source, revision, number) for kind, number in zip(cls.kinds, NUMBERS, strict=False)))
 
     @property
     def tokenizer_digests(self) -> dict[str, str]:
@@ -150,22 +168,61 @@ class ClipPair(TextEncoders):
     The published tokenizers differ in what they pad with: the first in the end of the caption, the second in `!`.
     """
 
-    kinds = (CLIP, CLIP._replace(model=CLIPTextModelWithProjection))
-    layers: ClassVar = {width: (count, f'Stable Diffusion XL uses the last but one of {count}') for width, count in ((768, 12), (1280, 32))}
+    kinds: ClassVar[Sequence[TextKind]] = (CLIP, PROJECTED_CLIP)
+    layers: ClassVar = {width: (count, f'Stable Diffusion XL and 3 use the last but one of {count}') for width, count in ((768, 12), (1280, 32))}
 
     def __init__(self, *found: tuple[FrozenPart, Any, Any]):
         super().__init__(*found)
         self.pooled_width = found[1][1].projection_dim
 
     def encode(self, tokens: Mapping[str, Tensor]) -> Conditioning:
-        states = []
-        for name, part in self.parts.items():
+        first, second = self._of_clips(tokens)
+        # Autograd refuses to keep inference tensors; what is made of them here are none.
+        return Conditioning(torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1), pooled=second.text_embeds.clone())
+
+    def _of_clips(self, tokens: Mapping[str, Tensor]) -> list[Any]:
+        """Outputs of both, with the states of their layers."""
+        outputs = []
+        for name in ('text_encoder', 'text_encoder_2'):
+            part = self.parts[name]
             module = part.module  # read before inference mode, in which its weights would become inference tensors
             with part.computing():
-                output = module(tokens[name].to(part.device), output_hidden_states=True)
-            states.append(output.hidden_states[-2])
-        # Autograd refuses to keep inference tensors; what is made of them here are none.
-        return Conditioning(torch.cat(states, dim=-1), pooled=output.text_embeds.clone())
+                outputs.append(module(tokens[name].to(part.device), output_hidden_states=True))
+        return outputs
+
+
+class ClipPairAndT5(ClipPair):
+    """Stable Diffusion 3's: the tokens of the pair above, with zeros up to T5's width, then those of T5, whose padding is read like words; and the
+    projected states of both CLIPs next to each other.
+
+    T5 takes any number of tokens; StableDiffusion3Pipeline has 256 unless told otherwise, whatever the tokenizer says.
+    """
+
+    kinds = (PROJECTED_CLIP, PROJECTED_CLIP, T5)
+    t5_length: ClassVar[int] = 256
+
+    def __init__(self, *found: tuple[FrozenPart, Any, Any]):
+        super().__init__(*found)
+        self.pooled_width = sum(config.projection_dim for _, config, _ in found[:2])
+
+    @classmethod
+    def joined(cls, limits: Sequence[int], widths: Sequence[int]) -> tuple[list[int], int, int]:
+        if len(limits) != len(cls.kinds):
+            raise EncoderError(
+                f'model.encoders.source: has {len(limits)} text encoders, and Stable Diffusion 3 reads two CLIPs and a T5; name a folder with them'
+            )
+        length = min(limits[:2])
+        return [length, length, cls.t5_length], length + cls.t5_length, widths[2]
+
+    def encode(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        first, second = self._of_clips(tokens)
+        part = self.parts['text_encoder_3']
+        module = part.module
+        with part.computing():
+            of_t5 = module(tokens['text_encoder_3'].to(part.device)).last_hidden_state
+        of_clips = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
+        text = torch.cat([torch.nn.functional.pad(of_clips, (0, of_t5.shape[-1] - of_clips.shape[-1])), of_t5], dim=1)
+        return Conditioning(text, pooled=torch.cat([first.text_embeds, second.text_embeds], dim=-1))
 
 
 class MaskedClip(TextEncoders):
@@ -178,7 +235,7 @@ class MaskedT5(TextEncoders):
     """T5's encoder (v1.1 and its kin), with the tokenizer's mask. It has no longest caption of its own: the tokenizer's `model_max_length` decides,
     which PRXPipeline reads too."""
 
-    kinds = (TextKind(T5EncoderModel, T5Config, T5Tokenizer),)
+    kinds = (T5,)
     masked = True
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import CLIPTextModel
+from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from diffusion.common.files import read_regular
 from diffusion.common.text import first_line
@@ -26,6 +26,7 @@ from diffusion.recipe.reading import text_layers
 from diffusion.recipe.schema import Adapter
 
 TEXT_TARGETS = ('q_proj', 'k_proj', 'v_proj', 'out_proj')  # of CLIP's attention
+ADAPTED_TEXT = (CLIPTextModel, CLIPTextModelWithProjection)  # no T5: diffusers loads no adapters of it
 NUM_NAMED = 3  # weights that a message names
 MAX_RECIPE_BYTES = 2**20
 
@@ -38,7 +39,7 @@ def add_adapters(adapter: Adapter, family: Family, network: nn.Module, text: Tex
     """
     add_adapter(network, adapter, family.adapter_targets[adapter.targets], seed)
     if adapter.text_encoders:
-        for number, part in enumerate(text.parts.values(), start=1):
+        for number, part in enumerate([part for part in text.parts.values() if isinstance(part.module, ADAPTED_TEXT)], start=1):
             part.adapt(partial(add_adapter, adapter=adapter, targets=TEXT_TARGETS, seed=seed + number))
         _freeze_unread(text)
 
@@ -150,13 +151,12 @@ def adapter_of(folder: Path) -> Adapter:
     return settings
 
 
-def exported_weights(parts: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+def exported_weights(family: Family, parts: Mapping[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
     """The adapters of `parts` under the names of diffusers' file; the tensors are those that the networks hold."""
     from diffusers.utils import convert_state_dict_to_diffusers
 
-    return {
-        f'{part}.{name}': weight for part, module in parts.items() for name, weight in convert_state_dict_to_diffusers(peft_weights(module)).items()
-    }
+    named = {part: peft_weights(module) for part, module in parts.items()}
+    return {part: convert_state_dict_to_diffusers(own) for part, own in named.items()} if family.older_adapters else named
 
 
 def peft_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -178,14 +178,15 @@ def load_exported(components: Mapping[str, Any], adapter: Adapter, family: Famil
         raise EncoderError(f'{file}: {family.pipeline_class.__name__} loads no adapters')
     parts = {family.component: targets}
     if adapter.text_encoders:
-        parts |= {name: TEXT_TARGETS for name in components if name.startswith('text_encoder')}
+        parts |= {name: TEXT_TARGETS for name, part in components.items() if isinstance(part, ADAPTED_TEXT)}
     try:
         for name, endings in parts.items():
             add_adapter(components[name], adapter, endings, seed=0)
         found = load_file(file)
     except (RecipeError, SafetensorError, OSError) as error:
         raise EncoderError(f'{file}: cannot be loaded: {first_line(error)}; export the run again') from error
-    if odd := _copy_strictly(exported_weights({name: components[name] for name in parts}), found):
+    exported = exported_weights(family, {name: components[name] for name in parts})
+    if odd := _copy_strictly({f'{part}.{name}': weight for part, own in exported.items() for name, weight in own.items()}, found):
         settings = f'rank {adapter.rank}, {adapter.targets}{", text encoders" if adapter.text_encoders else ""}'
         raise EncoderError(f'{file}: is not the adapter that recipe.yaml describes ({settings}): {odd}; copy the file or export the run again')
 

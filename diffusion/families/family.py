@@ -22,6 +22,7 @@ class Family(ABC):
     """Attributes:
     objective: the section of the recipe's `model` that trains it.
     component: the network's folder in the diffusers layout.
+    text: class of its text encoders, which says how their outputs are joined.
     blocks: classes of the modules that `train.compile: blocks` compiles one by one.
     stacked: how many matrices a linear layer's weight in these blocks holds one below another, by the end of the layer's name; one if not named.
     channels_last: convolutions make up the network: activations and 4-dimensional weights lie in channels_last.
@@ -36,6 +37,8 @@ class Family(ABC):
     adds_shift: the pipeline adds the VAE's `shift_factor` to latents before it decodes them.
     pipeline_options: further arguments of such a call.
     tags: of an exported model's card on the Hub.
+    older_adapters: readers expect its adapters under the names that diffusers had before peft, and other programs under kohya's; those of newer
+        networks have peft's names everywhere.
     adapter_targets: by `adapter.targets` of a recipe, how the names of the network's layers that gain an adapter end; empty where the pipeline
         cannot load adapters.
     token_arguments: of the forward function of `token_blocks`: the arguments that lie along the image's tokens, and in which dimension; the first is
@@ -44,6 +47,7 @@ class Family(ABC):
 
     objective: ClassVar[str]
     component: ClassVar[str]
+    text: ClassVar[type[TextEncoders]] = TextEncoders
     blocks: ClassVar[tuple[type[nn.Module], ...]]
     stacked: ClassVar[Mapping[str, int]] = {}
     channels_last: ClassVar[bool]
@@ -57,12 +61,13 @@ class Family(ABC):
     adds_shift: ClassVar[bool] = False
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
     tags: ClassVar[tuple[str, ...]] = ()
+    older_adapters: ClassVar[bool] = False
     adapter_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     token_arguments: ClassVar[Mapping[str, int]] = {}
 
-    @abstractmethod
     def find_text(self, source: str, revision: str | None) -> TextEncoders:
         """Its text encoders, in a folder in the diffusers layout or on the Hub."""
+        return self.text.find(source, revision)
 
     @abstractmethod
     def build(self, config: Config) -> Any:

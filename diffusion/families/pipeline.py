@@ -81,7 +81,7 @@ class DrawingSettings:
 
     Attributes:
         zeros_for_empty: guidance leads away from zeros, not from the encoded empty caption.
-        scheduler: its sampler; None leaves it to the objective.
+        scheduler: its sampler; None leaves it to the objective, which takes Euler's steps along the path of a flow by itself.
     """
 
     zeros_for_empty: bool = False
@@ -100,7 +100,7 @@ class DrawingSettings:
         zeros = argument is not None and bool(index.get(ZEROS, argument.default))
         config = read_configs(str(folder), None, 'scheduler').get('scheduler_config.json', {})
         scheduler = scheduler_from(config, str(folder / SCHEDULER)) if '_class_name' in config else None
-        return cls(zeros, scheduler)
+        return cls(zeros, None if isinstance(scheduler, diffusers.FlowMatchEulerDiscreteScheduler) else scheduler)
 
     def apply(self, pipeline: Any) -> Any:
         """Return the pipeline, which draws by them from now on."""

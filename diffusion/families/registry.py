@@ -16,6 +16,7 @@ from diffusion.families.family import Config, Family
 from diffusion.families.networks import find_network
 from diffusion.families.prx import Prx
 from diffusion.families.sd2 import StableDiffusion2
+from diffusion.families.sd3 import StableDiffusion3
 from diffusion.families.sdxl import StableDiffusionXL
 from diffusion.methods.method import MethodContext, Target, TrainingMethod, attach
 from diffusion.recipe import Recipe, RecipeError
@@ -24,7 +25,7 @@ from diffusion.recipe.schema import Adapter
 from diffusion.recipe.techniques import Methods, switched_on
 
 NO_METHODS = Methods()
-FAMILIES: dict[str, Family] = {'sd2': StableDiffusion2(), 'sdxl': StableDiffusionXL(), 'prx': Prx()}
+FAMILIES: dict[str, Family] = {'sd2': StableDiffusion2(), 'sdxl': StableDiffusionXL(), 'sd3': StableDiffusion3(), 'prx': Prx()}
 
 
 def family_of(network: str) -> Family:

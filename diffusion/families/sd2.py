@@ -14,6 +14,7 @@ from diffusion.families.unet import UNetFamily
 
 
 class StableDiffusion2(UNetFamily):
+    text = ClipPenultimate
     pipeline_class = StableDiffusionPipeline
     tags = ('stable-diffusion',)
     pipeline_parts: ClassVar = {
@@ -24,9 +25,6 @@ class StableDiffusion2(UNetFamily):
         'safety_checker': (StableDiffusionSafetyChecker,),
         'feature_extractor': (CLIPImageProcessor,),
     }
-
-    def find_text(self, source: str, revision: str | None) -> ClipPenultimate:
-        return ClipPenultimate.find(source, revision)
 
     def denoise(self, network: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
         return network(noisy, t, conditioning.text).sample

@@ -16,6 +16,7 @@ from diffusion.families.unet import UNetFamily
 
 class StableDiffusionXL(UNetFamily):
     reads_geometry = True
+    text = ClipPair
     pipeline_class = StableDiffusionXLPipeline
     tags = ('stable-diffusion-xl',)
     pipeline_parts: ClassVar = {
@@ -27,9 +28,6 @@ class StableDiffusionXL(UNetFamily):
         'unet': (UNet2DConditionModel,),
         'feature_extractor': (CLIPImageProcessor,),
     }
-
-    def find_text(self, source: str, revision: str | None) -> ClipPair:
-        return ClipPair.find(source, revision)
 
     def denoise(self, network: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
         """Sizes and crops go in as whole numbers, which FSDP2 leaves alone where it hands floating-point inputs over in bf16."""

@@ -25,6 +25,7 @@ LATENT_CHANNELS = 4  # of a configuration that does not say: diffusers' default
 class UNetFamily(Family):
     objective = 'diffusion'
     component = 'unet'
+    older_adapters = True
     blocks = (ResnetBlock2D, Transformer2DModel, Downsample2D, Upsample2D)
     stacked: ClassVar = {'ff.net.0.proj': 2}  # GEGLU's values and gates
     channels_last = True

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel
 from data_prep.shapes import vocabulary
 from diffusion.contracts.errors import EncoderError
 from diffusion.encoders.frozen import FrozenEncoders
-from diffusion.encoders.random_encoders import text_length_like, write_stand_in
+from diffusion.encoders.random_encoders import text_lengths_like, write_stand_in
 from diffusion.encoders.sizes import KINDS
 from diffusion.encoders.text import MaskedClip, MaskedT5, MaskedUmt5, find_masked
 from diffusion.families.counting.counts import Counter
@@ -91,12 +91,12 @@ def test_the_class_is_that_of_the_config(folder, encoders_folder):
 def test_a_tokenizer_has_to_say_how_long_a_caption_is(folder):
     file = folder / 'tokenizer/tokenizer_config.json'
     config = json.loads(file.read_text())
-    assert text_length_like(str(folder)) == config.pop('model_max_length') == 24
+    assert text_lengths_like(str(folder)) == [config.pop('model_max_length')] == [24]
     file.write_text(json.dumps(config))
     with pytest.raises(EncoderError, match='write the tokens of a caption into its tokenizer_config.json'):
         load(folder)
     with pytest.raises(EncoderError, match='gives no model_max_length'):
-        text_length_like(str(folder))
+        text_lengths_like(str(folder))
     shutil.rmtree(folder / 'tokenizer')
     with pytest.raises(EncoderError, match=r'/tokenizer: cannot be loaded \(tokenizer.json belongs there\)'):
         load(folder)

@@ -1,30 +1,58 @@
 """Models as their authors publish them: of diffusers' own classes and with their defaults, nothing of this project but sizes."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, EulerDiscreteScheduler, PNDMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from diffusers import (
+    AutoencoderKL,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    PNDMScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    UNet2DConditionModel,
+)
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
 from diffusion.families.networks import find_network
 
-PUBLISHED_STEPS = {'beta_start': 0.00085, 'beta_end': 0.012, 'beta_schedule': 'scaled_linear', 'steps_offset': 1}
-SAMPLERS = {  # scheduler_config.json of Stable Diffusion 2 base and of SDXL base 1.0
-    StableDiffusionPipeline: PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **PUBLISHED_STEPS),
-    StableDiffusionXLPipeline: EulerDiscreteScheduler(timestep_spacing='leading', **PUBLISHED_STEPS),
+STEPS = {'beta_start': 0.00085, 'beta_end': 0.012, 'beta_schedule': 'scaled_linear', 'steps_offset': 1}
+SECOND_CLIP = {'tokenizer': CLIPTokenizer, 'text_encoder_2': CLIPTextModelWithProjection, 'tokenizer_2': CLIPTokenizer}
+PUBLISHED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    'sd2': (  # base
+        StableDiffusionPipeline,
+        PNDMScheduler(skip_prk_steps=True, set_alpha_to_one=False, **STEPS),
+        {'text_encoder': CLIPTextModel, 'tokenizer': CLIPTokenizer},
+        {'safety_checker': None, 'feature_extractor': None, 'requires_safety_checker': False},
+    ),
+    'sdxl': (  # base 1.0
+        StableDiffusionXLPipeline,
+        EulerDiscreteScheduler(timestep_spacing='leading', **STEPS),
+        {'text_encoder': CLIPTextModel, **SECOND_CLIP},
+        {},
+    ),
+    'sd3': (  # 3.5 medium
+        StableDiffusion3Pipeline,
+        FlowMatchEulerDiscreteScheduler(shift=3.0),
+        {'text_encoder': CLIPTextModelWithProjection, **SECOND_CLIP, 'text_encoder_3': T5EncoderModel, 'tokenizer_3': T5Tokenizer},
+        {},
+    ),
 }
+"""Pipeline, scheduler_config.json, classes of its text encoders and tokenizers, and further arguments, by family."""
 
 
 def write_base(folder: Path, network: str, encoders_folder: Path) -> Path:
-    """Write a random Stable Diffusion 2 or XL, with the network of this name and these encoders, and return its folder."""
+    """Write a random model with the network of this name and these encoders, and return its folder."""
     named = find_network(network)
-    kind = {'sd2': StableDiffusionPipeline, 'sdxl': StableDiffusionXLPipeline}[named.family]
-    models = {'vae': AutoencoderKL, 'text_encoder': CLIPTextModel, 'tokenizer': CLIPTokenizer}
-    others = {'safety_checker': None, 'feature_extractor': None, 'requires_safety_checker': False}
-    if kind is StableDiffusionXLPipeline:
-        models, others = {**models, 'text_encoder_2': CLIPTextModelWithProjection, 'tokenizer_2': CLIPTokenizer}, {}
-    parts = {name: each.from_pretrained(encoders_folder, subfolder=name) for name, each in models.items()}
+    kind, sampler, texts, others = PUBLISHED[named.family]
+    parts = {name: each.from_pretrained(encoders_folder, subfolder=name) for name, each in {'vae': AutoencoderKL, **texts}.items()}
     torch.manual_seed(0)
-    unet = UNet2DConditionModel(**{**named.config, 'sample_size': 8})
-    kind(unet=unet, scheduler=SAMPLERS[kind], **parts, **others).save_pretrained(folder)
+    if named.family == 'sd3':
+        parts['transformer'] = SD3Transformer2DModel(**named.config)
+    else:
+        parts['unet'] = UNet2DConditionModel(**{**named.config, 'sample_size': 8})
+    kind(scheduler=sampler, **parts, **others).save_pretrained(folder)
     return folder

