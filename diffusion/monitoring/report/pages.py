@@ -210,7 +210,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ('device', run.device),
         ('samples seen', f'{run.samples_seen:,.0f}'),
         ('the average (EMA) covers', str(coverage(Ema(**run.recipe['ema']), int(last.get('batch', 0))) or 'nothing yet')),
-        *_measured(run).items(),
+        *(row for row in _measured(run).items() if row[0] != 'images/s per GPU' or run.environment.get('num_gpus', 1) > 1),
         ('hours to go', format_value(last.get('time/remaining_hours'), '{:.3f}')),
         ('price', str(price) if price is not None else 'not known'),
         ('spent', format_value(last.get('cost/dollars_so_far'), '${:,.4f}')),

@@ -79,6 +79,15 @@ def test_numbers_are_those_of_the_log(tmp_path, monkeypatch):
     assert {'learning rate over batches', 'evaluation loss over batches', 'gradient norm, before clipping over batches'} <= titles
 
 
+@pytest.mark.parametrize(('num_gpus', 'shown'), [(1, False), (8, True)])
+def test_images_per_gpu_are_shown_for_several_gpus(num_gpus, shown, tmp_path, monkeypatch):
+    run = write_run(tmp_path / 'run', num_gpus=num_gpus)
+    assert main(monkeypatch, run) == 0
+    assert ('images/s per GPU' in (run / 'report.html').read_text()) == shown
+    assert main(monkeypatch, run, run) == 0  # runs on different numbers of GPUs are compared by it
+    assert 'images/s per GPU' in (tmp_path / 'comparison.html').read_text()
+
+
 def test_scores_of_drawn_images_stand_next_to_the_losses(tmp_path, monkeypatch):
     scores = {'metrics/eval/kid/random-conv': -0.0000125, 'metrics/eval/clip': 21.5, 'metrics/eval/cmmd/random-conv_unbiased': 0.25}
     log = [*LOG, {'batch': 300, **scores}]
