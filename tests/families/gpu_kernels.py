@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo import device_interface
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._triton import has_triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
@@ -53,5 +54,9 @@ def code_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> str:
     graph = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode='fake')(*inputs)
     device = SimpleNamespace(get_current_target=lambda: HOPPER, get_device_interface=lambda: torch.cuda, get_current_device=lambda: 0)
     triton_is_there = mock.patch.object(device_interface.CudaInterface, 'raise_if_triton_unavailable', staticmethod(lambda *_: None))
-    with an_h200(), triton_is_there, mock.patch.object(driver, '_active', device), lowered_graph(graph, is_inference=True) as (lowering, _):
-        return lowering.codegen()[0].value
+    has_triton.cache_clear()  # PyTorch remembers the answer that it got without this GPU, and would remember this one
+    try:
+        with an_h200(), triton_is_there, mock.patch.object(driver, '_active', device), lowered_graph(graph, is_inference=True) as (lowering, _):
+            return lowering.codegen()[0].value
+    finally:
+        has_triton.cache_clear()

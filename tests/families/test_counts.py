@@ -124,7 +124,7 @@ def test_adapters_of_sdxl_fit_a_gpu_of_24_gb_at_1024_px():
     """7.7 GB a sample, 0.64 GB if activations are computed twice, were counted elsewhere without adapters of the text encoders: these add a little."""
     gpu = Cluster('rtx-4090', 24, 1, 8)
     for checkpointed, network_gb, fitting, too_large in ((False, 7.7, 1, 2), (True, 0.64, 8, 32)):
-        recipe = counts.adapted('sdxl-base', 1024, 4, checkpointed)
+        recipe = counts.adapted('sdxl-base', 1024, 4, True, checkpointed)
         recipe.model.encoders.source, recipe.batch.global_size, recipe.batch.micro_size = '.', 32, 1
         recipe.data.kind, recipe.ema.half_life = 'latents', None
         facts = Facts(recipe, Counter.from_file().counts(recipe), None)
@@ -138,6 +138,6 @@ def test_adapters_of_sdxl_fit_a_gpu_of_24_gb_at_1024_px():
 
 def test_adapters_of_shipped_recipes_need_no_counting():
     counter = Counter(Counter.from_file().kept, may_count=False)
-    for network, resolution, rank in counts.ADAPTED:
+    for one in counts.ADAPTED:
         for checkpointed in (False, True):
-            assert counter.counts(counts.adapted(network, resolution, rank, checkpointed)).trained_parameters
+            assert counter.counts(counts.adapted(*one, checkpointed)).trained_parameters

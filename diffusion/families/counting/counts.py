@@ -40,7 +40,8 @@ SHIPPED = (
     *(('prx-600m', 256), ('prx-600m', 512), ('prx-600m-t5-xxl', 256), ('prx-600m-t5-xxl', 512)),
     *(('sd35-medium', 512), ('sd35-medium', 1024), ('tiny-sd3', 32)),
 )
-ADAPTED = (('sdxl-base', 1024, 4), ('sdxl-base', 1024, 8), ('sd2-base', 512, 8))  # network, resolution, rank of adapters, of text encoders too
+# Network, resolution, rank of adapters, and whether text encoders have them too.
+ADAPTED = (('sdxl-base', 1024, 4, True), ('sdxl-base', 1024, 8, True), ('sd2-base', 512, 8, True), ('sd35-medium', 1024, 4, False))
 
 
 class Uncounted(LookupError):
@@ -199,11 +200,11 @@ def _digest(network: str) -> str:
     return hashlib.sha256((NETWORKS / f'{network}.json').read_bytes()).hexdigest()[:8]
 
 
-def adapted(network: str, resolution: int, rank: int, checkpointed: bool) -> Recipe:
+def adapted(network: str, resolution: int, rank: int, of_text: bool, checkpointed: bool) -> Recipe:
     """A recipe that trains such adapters."""
     recipe = Recipe()
     recipe.model.network, recipe.data.resolution, recipe.train.checkpoint_activations = network, resolution, checkpointed
-    recipe.adapter = Adapter(rank=rank, alpha=rank, text_encoders=True)
+    recipe.adapter = Adapter(rank=rank, alpha=rank, text_encoders=of_text)
     return recipe
 
 
@@ -225,8 +226,8 @@ def main() -> None:
         recipe.train.precision, recipe.train.checkpoint_activations = precision, checkpointed  # type: ignore[assignment]
         counter.counts(recipe)
         counter.reads_geometry(network)
-    for (network, resolution, rank), checkpointed in tqdm(list(itertools.product(ADAPTED, (False, True))), desc='counting adapters'):
-        counter.counts(adapted(network, resolution, rank, checkpointed))
+    for one, checkpointed in tqdm(list(itertools.product(ADAPTED, (False, True))), desc='counting adapters'):
+        counter.counts(adapted(*one, checkpointed))
     content = {'counted_with': versions, 'counts': counter.kept}
     with replacing(KEPT) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + '\n')
