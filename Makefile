@@ -1,7 +1,7 @@
 # make demo      the whole path on drawn shapes, ends with a report (11 minutes on 2 cores after installation)
 # make demo-lora  teaches the demo's model a new word from six photos and ends with a page of before and after (makes the demo first)
 # make fleet-demo  trains twelve small adapters on machines of which one fails; a service, PostgreSQL and S3 on this machine (under 6 minutes on 2 cores)
-# make test      the files of tests that take less than a minute (12 minutes on 2 cores); ROOM=checkpoints runs all files of one room
+# make test      the files of tests that take less than a minute (11 minutes on 2 cores); ROOM=checkpoints runs all files of one room
 # make test-faults   all of tests/faults (under 20 minutes on 2 cores)
 # make test-fast  the files of tests that take less than three seconds: for work in progress
 # make test-changed  tests of what differs from origin/main and of what imports it; COMMIT=HEAD compares with another commit
