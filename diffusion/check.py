@@ -319,11 +319,13 @@ def _unlike_encoders(recipe: Recipe, family: Any, text_width: int, latent_channe
                 errors.append(f'model.encoders.source: {path} is missing; a folder in the diffusers layout has vae, text_encoder and tokenizer')
             except (ValueError, TypeError) as error:
                 errors.append(f'model.encoders.source: {path} cannot be read: {error}; restore it from where the encoders came from')
-        try:
-            theirs = family.text.joined(found, found)[2] if key == 'hidden_size' and found else sum(found)
-        except EncoderError as error:
-            errors.append(str(error))
-            continue
+        theirs = sum(found)
+        if key == 'hidden_size' and found:
+            try:
+                _, _, theirs = family.text.joined(found, found)  # lengths do not matter here
+            except EncoderError as error:  # too many or too few of them
+                errors.append(str(error))
+                continue
         if theirs and theirs != ours:
             where = ' and '.join(f'{folder / part}/config.json' for part in parts)
             errors.append(f'model.network: {recipe.model.network} reads {key} {ours}, and {where} says {theirs}; they must be the same')

@@ -28,7 +28,7 @@ def test_less_than_a_cent_is_one_row(tmp_path):
 
 
 def test_scores_of_drawn_images_have_their_line(tmp_path):
-    """By hand: 12 scores of 512 images, 64 of them by each of 8 GPUs; 25 steps of two passes, each a third of what a sample takes in training."""
+    """Counts by hand: 12 scores of 512 images, 64 of them by each of 8 GPUs; 25 steps of two passes, each a third of what a sample takes in training."""
     scored = [
         'eval.samples.every=50000ba',
         'eval.samples.count=512',
@@ -109,7 +109,7 @@ RECIPES = sorted((REPOSITORY / 'yamls').glob('*.yaml'))
 
 @pytest.mark.parametrize('recipe', RECIPES, ids=lambda path: path.stem)
 def test_every_shipped_recipe_can_be_planned(recipe):
-    """From the recipe alone: a GPU that runs small jobs, and one that runs large ones."""
+    """The recipe alone tells: a GPU that runs small jobs, and one that runs large ones."""
     for gpu in ('rtx-4090', 'h200'):
         plan = make_plan(PlanRequest(recipes=[str(recipe)], gpu=gpu, price=['1'] if gpu == 'h200' else []))
         assert all(np.all(np.isfinite(row.dollars)) for row in plan.bill.rows)

@@ -88,7 +88,7 @@ def _what(recipe: Recipe, merged: bool) -> str:
     name, adapter = recipe.model.network, recipe.adapter
     if adapter is None:
         return f'A text-to-image model in the diffusers format: the network `{name}`, trained at {recipe.data.resolution} px.'
-    others = f'`{LORA.parent / KOHYA}` for AUTOMATIC1111, ComfyUI' if family_of(name).older_adapters else 'for ComfyUI'
+    others = f'`{LORA.parent / KOHYA}` for AUTOMATIC1111, ComfyUI' if family_of(name).older_adapters else 'ComfyUI'
     also = '; this folder holds the whole model too, with the adapter in its weights' if merged else ''
     return (
         f'A LoRA adapter (rank {adapter.rank}, alpha {adapter.alpha:g}) of the network `{name}` of {base_of(recipe)}{also}. '

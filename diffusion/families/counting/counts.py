@@ -226,8 +226,8 @@ def main() -> None:
         recipe.train.precision, recipe.train.checkpoint_activations = precision, checkpointed  # type: ignore[assignment]
         counter.counts(recipe)
         counter.reads_geometry(network)
-    for one, checkpointed in tqdm(list(itertools.product(ADAPTED, (False, True))), desc='counting adapters'):
-        counter.counts(adapted(*one, checkpointed))
+    for (name, side, rank, of_text), checkpointed in tqdm(list(itertools.product(ADAPTED, (False, True))), desc='counting adapters'):
+        counter.counts(adapted(name, side, rank, of_text, checkpointed))
     content = {'counted_with': versions, 'counts': counter.kept}
     with replacing(KEPT) as temporary:
         temporary.write_text(json.dumps(content, indent=1) + '\n')
