@@ -23,9 +23,10 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 # Three processes keep two cores busy, because tests wait for processes that they start. The longest files run first, see tests/selection.py.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+ALONE := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := $(ALONE) --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # On a busy machine a wait may exceed its limit: failed tests run once more alone, and only those that fail twice have failed.
-ONCE_MORE = [ $$? -eq 1 ] && echo 'Once more, alone:' && OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v --last-failed --last-failed-no-failures none $(1) && \
+ONCE_MORE = [ $$? -eq 1 ] && echo 'Once more, alone:' && $(ALONE) -v --last-failed --last-failed-no-failures none $(1) && \
 	echo 'FLAKY: the tests above failed beside others and passed alone. Find out why, or name them in tests/quarantine.txt with what you saw.'
 
 .PHONY: demo demo-lora fleet-demo test test-changed test-fast test-turn test-faults test-image test-slurm test-all test-oldest bench gpu-check image lock lint format docs docs-serve install
@@ -59,10 +60,10 @@ test-fast: .venv/installed-dev
 	$(PYTEST) --under 3
 
 test-image: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' tests/launch/test_container.py
+	$(ALONE) -m '' tests/launch/test_container.py || { $(call ONCE_MORE,-m '' tests/launch/test_container.py); }
 
 test-slurm: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m '' tests/launch -k slurm
+	$(ALONE) -m '' tests/launch -k slurm || { $(call ONCE_MORE,-m '' tests/launch -k slurm); }
 
 test-all: .venv/installed-dev
 	$(PYTEST) -m '' || { $(call ONCE_MORE,-m ''); }
