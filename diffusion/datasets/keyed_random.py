@@ -2,15 +2,18 @@
 
 Because a sample's noise, timestep and dropout depend on nothing else, the number of GPUs, the micro-batch, the loader
 workers and a resume change none of them. The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as
-easy as 1, 2, 3", SC 2011), written in integer tensor operations so that CPU and GPU give the same bits.
+easy as 1, 2, 3", SC 2011), written in integer array operations so that CPU and GPU give the same bits.
 """
 
 import math
 from enum import IntEnum
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+T = TypeVar('T', Tensor, np.ndarray)
 MASK = 0xFFFFFFFF
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
@@ -37,8 +40,13 @@ class Draw(IntEnum):
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10. All tensors int64 holding 32-bit values, broadcast together; four 32-bit words come back."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
+    if type(counter[0]) is Tensor and counter[0].device.type == 'cpu' and not torch.compiler.is_compiling():
+        # NumPy's calls cost a fraction of PyTorch's, which is what a batch of the loader's draws costs.
+        return tuple(map(torch.from_numpy, _rounds(*(word.numpy() for word in (*counter, *key)))))  # type: ignore[return-value]
+    return _rounds(*counter, *key)
+
+
+def _rounds(c0: T, c1: T, c2: T, c3: T, k0: T, k1: T) -> tuple[T, T, T, T]:
     for _ in range(ROUNDS):
         # The int64 product wraps modulo 2^64, which keeps all 64 bits of the unsigned product.
         product_0, product_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1

@@ -107,7 +107,7 @@ class Collate:
     """Pixels per latent along a side, of families that read the geometry of an image; None leaves it out."""
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
-        sample_key = torch.tensor([sample['sample_key'] for sample in samples], dtype=torch.int64)
+        sample_key = torch.from_numpy(np.array([sample['sample_key'] for sample in samples], np.int64))
         batch: Batch = {'sample_key': sample_key}
         # One draw a sample: with several text encoders all of them would drop the caption together.
         dropped = uniform(self.seed, sample_key, Draw.CAPTION_DROPOUT, 1)[:, 0] <= self.caption_dropout

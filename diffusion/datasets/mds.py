@@ -73,22 +73,21 @@ class CaptionedMDS(StrictStreamingDataset):
         return self.view(int(sample_id), 0)
 
     def view(self, sample_id: int, occurrence: int, epoch: int | None = None) -> Sample:
-        """The sample as it is in an epoch; in the one that is being read, without a number."""
         failpoint('data.sample')
         if epoch is None:
             epoch = max(0, self.next_epoch - 1)  # `__iter__` has already moved next_epoch on
-        weight = {} if self.loss_weights is None else {'loss_weight': self.loss_weights[self.stream_of(sample_id)]}
+        shard_id, position = self.spanner[sample_id]
+        weight = {} if self.loss_weights is None else {'loss_weight': self.loss_weights[self.stream_per_shard[shard_id]]}
         key = epoch, sample_id, occurrence
-        return {'sample_key': key, **weight, **self._readable(sample_id, key)}  # type: ignore[typeddict-item]
+        return {'sample_key': key, **weight, **self._readable(shard_id, position, key)}  # type: ignore[typeddict-item]
 
-    def _readable(self, sample_id: int, key: SampleKey) -> dict[str, Any]:
+    def _readable(self, shard_id: int, first: int, key: SampleKey) -> dict[str, Any]:
         """The sample or, if it is bad in a shard that is right, the next one that is not."""
-        shard_id, first = self.spanner[sample_id]
         num_samples = len(self.shards[shard_id])
         for step in range(num_samples):
             position = (first + step) % num_samples
             try:
-                return self._mended(sample_id - first + position, key)
+                return self._mended(shard_id, position, key)
             except (DataError, DataUnavailable, MemoryError):
                 raise
             except OSError as error:
@@ -96,31 +95,31 @@ class CaptionedMDS(StrictStreamingDataset):
                     f'{self.called(shard_id)}: cannot be read: {error}; look at this disk, and run the same command again'
                 ) from error
             except Exception as error:  # decoders raise what they like
-                self.refuse(sample_id - first + position, f'{type(error).__name__}: {error}')
+                self.refuse(int(self.sample_offset_per_shard[shard_id]) + position, f'{type(error).__name__}: {error}')
                 print_message(f'{self.called(shard_id)}: sample {position} is replaced by the next: {error}')
         raise DataError(f'{self.called(shard_id)}: none of its {num_samples} samples can be decoded; make the dataset again')
 
-    def _mended(self, sample_id: int, key: SampleKey) -> dict[str, Any]:
+    def _mended(self, shard_id: int, position: int, key: SampleKey) -> dict[str, Any]:
         """The sample, read again if it was its shard that had gone bad since it was compared."""
         try:
-            return self._decoded(sample_id, key)
+            return self._decoded(shard_id, position, key)
         except (DataError, DataUnavailable, MemoryError):
             raise
         except Exception:
-            shard_id, _ = self.spanner[sample_id]
             self.doubt(shard_id)
             self.prepare_shard(shard_id)
-            return self._decoded(sample_id, key)
+            return self._decoded(shard_id, position, key)
 
-    def _decoded(self, sample_id: int, key: SampleKey) -> dict[str, Any]:
-        row = super().get_item(sample_id)
-        return {'captions': captions_of(row), **self.content(sample_id, row, key)}
+    def _decoded(self, shard_id: int, position: int, key: SampleKey) -> dict[str, Any]:
+        row = self.row(shard_id, position)
+        return {'captions': captions_of(row), **self.content(int(self.stream_per_shard[shard_id]), row, key)}
 
     @abstractmethod
-    def content(self, sample_id: int, row: dict[str, Any], key: SampleKey) -> dict[str, Any]:
+    def content(self, stream: int, row: dict[str, Any], key: SampleKey) -> dict[str, Any]:
         """The `images` or the `moments` of an MDS row.
 
         Args:
+            stream: its number.
             key: of the sample whose place this one takes, on which all that is random depends.
         """
 
@@ -130,9 +129,6 @@ class CaptionedMDS(StrictStreamingDataset):
         stream, shard = self.streams[self.stream_per_shard[shard_id]].name, self.shards[shard_id].raw_data.basename
         self.bad_samples.add(stream, shard, int(position), cause)
 
-    def stream_of(self, sample_id: int) -> int:
-        return int(self.stream_per_shard[self.spanner[sample_id][0]])
-
 
 class ImageCaptionMDS(CaptionedMDS):
     """Images, decoded and brought to (width, height) `sizes_px` of their stream in the loader's workers; or, not to `decode`, as they are stored."""
@@ -141,8 +137,8 @@ class ImageCaptionMDS(CaptionedMDS):
         super().__init__(**streaming)
         self.sizes_px, self.decode = sizes_px, decode
 
-    def content(self, sample_id: int, row: dict[str, Any], key: SampleKey) -> dict[str, Any]:
-        target = self.sizes_px[self.stream_of(sample_id)]
+    def content(self, stream: int, row: dict[str, Any], key: SampleKey) -> dict[str, Any]:
+        target = self.sizes_px[stream]
         if self.decode:
             pixels, crop = covered(row['image'], *target)
             images: dict[str, Any] = {'images': pixels}
@@ -159,8 +155,8 @@ class RandomCropMDS(ImageCaptionMDS):
         super().__init__(**streaming)
         self.seed = seed
 
-    def content(self, sample_id: int, row: dict[str, Any], key: SampleKey) -> dict[str, Any]:
-        (side, _) = self.sizes_px[self.stream_of(sample_id)]
+    def content(self, stream: int, row: dict[str, Any], key: SampleKey) -> dict[str, Any]:
+        (side, _) = self.sizes_px[stream]
         draws = uniform(self.seed, torch.tensor([key]), Draw.CROP, 3)[0].tolist()
         return {'images': random_square(row['image'], side, *draws)}
 
@@ -172,8 +168,8 @@ class LatentsCaptionMDS(CaptionedMDS):
         super().__init__(**streaming)
         self.shapes = shapes
 
-    def content(self, sample_id: int, row: dict[str, Any], key: SampleKey) -> dict[str, Any]:
-        expected = self.shapes[self.stream_of(sample_id)]
+    def content(self, stream: int, row: dict[str, Any], key: SampleKey) -> dict[str, Any]:
+        expected = self.shapes[stream]
         if row['moments'].shape != expected:
             raise ValueError(f'moments have the shape {row["moments"].shape}, the manifest says {expected}')
         return {name: row[name] for name in ('moments', *EMPTY_CAPTIONS, 'size', 'crop') if name in row}

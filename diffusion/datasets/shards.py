@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from diffusion.common.files import parse_json
@@ -105,7 +105,7 @@ def read_index(content: bytes, stream: str = '') -> list[Shard]:
 
 def leads_outside(basename: str) -> bool:
     """Whether the name of a file leads out of the dataset."""
-    return basename.startswith('/') or '..' in PurePosixPath(basename).parts
+    return basename.startswith('/') or '..' in basename.split('/')
 
 
 def disagreements(manifest: Manifest, shards: Sequence[Shard], folder: Folder) -> list[Disagreement]:

@@ -35,6 +35,7 @@ from diffusion.common import belongings
 from diffusion.common.belongings import SHARED_MEMORY
 from diffusion.common.collective import on_first_rank_of_node
 from diffusion.contracts.errors import DataUnavailable
+from diffusion.datasets.open_shards import MOST_OPEN, OpenShards
 from diffusion.datasets.verified import VerifiedStream
 
 DOUBTED = 'doubted'  # of diffusion/datasets/strict.py
@@ -111,7 +112,7 @@ def _exists(name: str) -> bool:
 
 
 END_SEC = 2.0  # how long the end of a process waits for a shard that is being fetched
-REMOTE, PREPARING, LOCAL = _ShardState.REMOTE, _ShardState.PREPARING, _ShardState.LOCAL
+REMOTE, PREPARING, LOCAL = map(int, (_ShardState.REMOTE, _ShardState.PREPARING, _ShardState.LOCAL))  # NumPy compares an enum slowly
 
 
 class StrictStreamingDataset(StreamingDataset):
@@ -133,6 +134,7 @@ class StrictStreamingDataset(StreamingDataset):
         with own_number():
             super().__init__(streams=streams, **streaming)
         self.timeout_sec = timeout_sec
+        self._open = OpenShards(0 if self.cache_limit else MOST_OPEN)
         if whole_batches:
             batch_size: int = streaming['batch_size']
             self.length = self.epoch_size // (batch_size * self._unique_rank_world.num_ranks) * batch_size
@@ -174,37 +176,41 @@ class StrictStreamingDataset(StreamingDataset):
     def __iter__(self) -> Iterator[Any]:
         self._unique_worker_world = self._unique_rank_world.detect_workers()
         self._parallel_worker_world = self._parallel_rank_world.detect_workers()
-        padded = self._get_work(*self._resume_incr_epoch())
-        views = padded[padded != -1]
-        ahead = _Ahead(self, views)
+        epoch, begin = self._resume_incr_epoch()
+        padded = self._get_work(epoch, begin)
+        occurrences, sample_ids = np.divmod(padded[padded != -1], self.num_samples)
+        shard_ids = np.asarray(np.searchsorted(self.sample_offset_per_shard, sample_ids, side='right')) - 1
+        states, doubted = self._shard_states.numpy(), self._doubted.numpy()
+        ahead = _Ahead(self, shard_ids)
         atexit.register(ahead.end)  # after the dataset's own, so called before them
         ahead.start()
         try:
-            for ahead.position, view in enumerate(views):
-                occurrence, sample_id = divmod(int(view), self.num_samples)
-                shard_id = self.spanner[sample_id][0]
-                if not self.has_shard(shard_id):
-                    self.prepare_shard(shard_id)
-                yield self.view(sample_id, occurrence)
+            for ahead.position, shard_id in enumerate(shard_ids):
+                if states[shard_id] != LOCAL or doubted[shard_id]:
+                    self.prepare_shard(int(shard_id))
+                yield self.view(int(sample_ids[ahead.position]), int(occurrences[ahead.position]), epoch)
         finally:
             ahead.stopped = True
 
-    def view(self, sample_id: int, occurrence: int) -> Any:
-        """A sample as it is at its `occurrence`-th time in the epoch, counted from 0."""
+    def view(self, sample_id: int, occurrence: int, epoch: int | None = None) -> Any:
+        """A sample as it is at its `occurrence`-th time in an epoch, counted from 0; without a number, in the one that is being read."""
         return self[sample_id]
 
     def get_item(self, sample_id: int, retry: int = 7) -> Any:
-        """Streaming's sample, but it fetches a shard that is evicted again and again until the time is up.
+        return self.row(*self.spanner[sample_id])
+
+    def row(self, shard_id: int, position: int) -> dict[str, Any]:
+        """A row of a shard, which is fetched, and fetched again where it was evicted, until the time is up.
 
         Raises:
             DataError, DataUnavailable: as `prepare_shard`; and whatever the decoder of a bad sample raises.
         """
-        shard_id, position = self.spanner[sample_id]
         end = time.monotonic() + self.timeout_sec
         while True:
             try:
-                row = self.shards[shard_id][position]
-                self._shard_access_times[shard_id] = time.time_ns()
+                row = self._open.row(self.shards[shard_id], position)
+                if self.cache_limit:
+                    self._shard_access_times[shard_id] = time.time_ns()
                 return row
             except FileNotFoundError as error:
                 if time.monotonic() > end:
@@ -225,6 +231,7 @@ class StrictStreamingDataset(StreamingDataset):
             DataError: the shard is wrong or missing.
             DataUnavailable: storage does not answer, the disk is full, or the other process does not come to an end.
         """
+        self._open.close(self.shards[shard_id])
         end = time.monotonic() + self.timeout_sec
         while not self._provided(shard_id) and blocking:
             if time.monotonic() > end:
@@ -301,9 +308,9 @@ class _Ahead(threading.Thread):
     Where the process ends during a fetch it is waited for: Streaming unmaps at exit what the thread would then write to.
     """
 
-    def __init__(self, dataset: StrictStreamingDataset, views: NDArray[np.int64]):
+    def __init__(self, dataset: StrictStreamingDataset, shard_ids: NDArray[np.int64]):
         super().__init__(daemon=True)
-        self.dataset, self.views = dataset, views
+        self.dataset, self.shard_ids = dataset, shard_ids
         self.position = 0
         self.stopped = False
 
@@ -318,17 +325,18 @@ class _Ahead(threading.Thread):
             atexit.unregister(self.end)
 
     def _fetch(self) -> None:
-        dataset, failed = self.dataset, set()
-        for position, view in enumerate(self.views):
-            while position - self.position > dataset.predownload and not self.stopped:
-                time.sleep(TICK)
-            if self.stopped:
-                return
-            shard_id = dataset.spanner[view % dataset.num_samples][0]
-            if dataset.has_shard(shard_id):
-                dataset._shard_access_times[shard_id] = time.time_ns()  # it is not to be evicted now
-            elif shard_id not in failed:
-                try:
-                    dataset.prepare_shard(shard_id, blocking=False)
-                except Exception:  # it is tried again when it is due, and that error counts
-                    failed.add(shard_id)
+        dataset, failed, begin = self.dataset, set(), 0
+        while begin < len(self.shard_ids) and not self.stopped:
+            end = self.position + dataset.predownload + 1
+            for shard_id in dict.fromkeys(self.shard_ids[begin:end].tolist()):
+                if self.stopped:
+                    return
+                if dataset.has_shard(shard_id):
+                    dataset._shard_access_times[shard_id] = time.time_ns()  # it is not to be evicted now
+                elif shard_id not in failed:
+                    try:
+                        dataset.prepare_shard(shard_id, blocking=False)
+                    except Exception:  # it is tried again when it is due, and that error counts
+                        failed.add(shard_id)
+            begin = max(begin, end)
+            time.sleep(TICK)

@@ -9,12 +9,14 @@ import errno
 import itertools
 import os
 import time
+from collections.abc import Callable
+from functools import cache
 from glob import escape
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 from streaming import Stream
-from streaming.base.format import FileInfo, Reader, get_index_basename, reader_from_json
+from streaming.base.format import FileInfo, Reader, get_index_basename
 from streaming.base.format.mds import MDSReader
 from streaming.base.hashing import get_hash
 
@@ -23,7 +25,7 @@ from diffusion.common.object_storage import JITTER, keep_random_state
 from diffusion.common.processes import failpoint
 from diffusion.common.text import counted, print_message
 from diffusion.contracts.errors import DataError, DataUnavailable
-from diffusion.datasets.shards import num_samples_in
+from diffusion.datasets.shards import leads_outside, num_samples_in
 
 NUM_DOWNLOADS = 3  # of a shard whose hash stays wrong: once more for a bad copy under way, once more for a bad copy in between
 LONGEST_PAUSE_SEC = 20
@@ -64,32 +66,39 @@ class VerifiedStream(Stream):
             DataError: it is damaged, names a file outside of the dataset, or lacks hashes that the manifest promises.
         """
         where = f'{self.where}/{get_index_basename()}'
+        shards: list[Reader] = []
+        root = Path(self.local).resolve()
+        inside = cache(lambda folder: self.remote is None or (root / folder).resolve().is_relative_to(root))
         try:
             content = parse_json(self.index)
             if content['version'] != 2:
                 raise ValueError(f'version {content["version"]}, not 2')
-            shards = [reader_from_json(self.local, self.split, shard) for shard in content['shards']]
-            for shard in shards:
+            for entry in content['shards']:
+                shard = self._shard(entry, where)
                 shard.validate(allow_unsafe_types)
+                self._refuse(shard.raw_data, where, inside)
+                shards.append(shard)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f'{where}: not an index of shards that can be trusted: {error!r}; make the dataset again') from error
-        for shard in shards:
-            self._refuse(shard, where)
         return shards
 
-    def _refuse(self, shard: Reader, where: str) -> None:
-        if not isinstance(shard, MDSReader) or shard.zip_data is not None:
-            raise DataError(
-                f'{where}: holds {type(shard).__name__} shards, compression {shard.compression}; only plain MDS is read: convert it again'
-            )
-        info = shard.raw_data
-        parts = PurePosixPath(info.basename).parts
-        inside = self.path(info).parent.resolve().is_relative_to(Path(self.local).resolve()) or self.remote is None
-        if not parts or parts[0] == '/' or '..' in parts or '\0' in info.basename or not inside:
-            raise DataError(f'{where}: names the shard {info.basename!r}, which lies outside of the dataset; do not use data of this origin')
+    def _shard(self, entry: dict[str, Any], where: str) -> MDSReader:
+        """Read an entry of the index as MDSReader.from_json does, which first copies each deeply: a minute for 200,000."""
+        fields = dict(entry)
+        kind, version, raw_data = fields.pop('format'), fields.pop('version'), FileInfo(**fields.pop('raw_data'))
+        if kind != 'mds' or fields['zip_data'] is not None:
+            raise DataError(f'{where}: holds {kind} shards, compression {fields["compression"]}; only plain MDS is read: convert it again')
+        if version != 2:
+            raise ValueError(f'version {version}, not 2')
+        return MDSReader(dirname=self.local, split=self.split, raw_data=raw_data, **fields)
+
+    def _refuse(self, info: FileInfo, where: str, inside: Callable[[str], bool]) -> None:
+        name = info.basename
+        if leads_outside(name) or not name.strip('./') or '\0' in name or not inside(os.path.dirname(name)):
+            raise DataError(f'{where}: names the shard {name!r}, which lies outside of the dataset; do not use data of this origin')
         if self.validate_hash and self.validate_hash not in info.hashes:
             raise DataError(
-                f'{where}: has no {self.validate_hash} of shard {info.basename}, although the manifest names it in `hashes`; copy the dataset again'
+                f'{where}: has no {self.validate_hash} of shard {name}, although the manifest names it in `hashes`; copy the dataset again'
             )
 
     def set_up_local(self, shards: list[MDSReader], cache_usage_per_shard: Any) -> None:  # type: ignore[override]
@@ -106,7 +115,7 @@ class VerifiedStream(Stream):
         else:
             self._forget_other_data(shards)
         for number, shard in enumerate(shards):
-            cache_usage_per_shard[number] = shard.raw_data.bytes if self.path(shard.raw_data).is_file() else 0
+            cache_usage_per_shard[number] = shard.raw_data.bytes if os.path.isfile(os.path.join(self.local, shard.raw_data.basename)) else 0
 
     def _forget_other_data(self, shards: list[MDSReader]) -> None:
         root = Path(self.local)
@@ -118,10 +127,10 @@ class VerifiedStream(Stream):
         num_removed = 0
         for shard in shards:
             info = shard.raw_data
-            path, before = self.path(info), known.get(info.basename)
+            path, before = os.path.join(self.local, info.basename), known.get(info.basename)
             stale = unknown_is_wrong if before is None else before != info.hashes
-            if path.is_file() and (stale or self.damage(shard, thorough=False)):
-                path.unlink()
+            if os.path.isfile(path) and (stale or self.damage(shard, thorough=False)):
+                os.unlink(path)
                 num_removed += 1
         if num_removed:
             print_message(f'{self.where}: removed {counted(num_removed, "shard")} in {self.local}, not of this dataset or cut off: fetched again')
@@ -139,14 +148,15 @@ class VerifiedStream(Stream):
             thorough: compare the hash and the number of samples, not only the size.
         """
         info = shard.raw_data
-        path = path or self.path(info)
-        if not path.is_file():
+        name = path or os.path.join(self.local, info.basename)
+        if not os.path.isfile(name):
             return 'is missing'
-        num_bytes = path.stat().st_size
+        num_bytes = os.stat(name).st_size
         if num_bytes != info.bytes:
             return f'has {num_bytes:,} bytes, index.json says {info.bytes:,}'
         if not thorough or not self.validate_hash:
             return ''
+        path = Path(name)
         actual, expected = get_hash(self.validate_hash, path.read_bytes()), info.hashes[self.validate_hash]
         if actual != expected:
             return f'has {self.validate_hash} {actual}, index.json says {expected}'

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -53,10 +54,11 @@ class TokenizePadded:
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         tokens = {}
         for (name, tokenizer), length in zip(self.tokenizers.items(), self.lengths, strict=True):
-            found = tokenizer(list(captions), padding='max_length', truncation=True, max_length=length, return_tensors='pt')
-            tokens[name] = found['input_ids']
+            found = tokenizer(list(captions), padding='max_length', truncation=True, max_length=length, return_attention_mask=self.masked)
+            # Asked for tensors, transformers flattens the lists number by number in Python.
+            tokens[name] = torch.from_numpy(np.array(found['input_ids'], np.int64))
             if self.masked:
-                tokens[f'{name}_mask'] = found['attention_mask'].bool()
+                tokens[f'{name}_mask'] = torch.from_numpy(np.array(found['attention_mask'], np.bool_))
         return tokens
 
 
