@@ -30,6 +30,7 @@ USED = [
     ('diffusion/training/trainer.py', 'composer.Trainer', '_accumulate_time_across_ranks', 'overridden: ranks agree on the host, on signals too'),
     ('diffusion/training/trainer.py', 'composer.Trainer', '_run_evaluators', 'overridden: none within the grace period'),
     ('diffusion/training/trainer.py', 'composer.Trainer', '_rng_state', 'restored where a streaming dataset resumes'),
+    ('diffusion/training/trainer.py', 'composer.core.Engine', '_debug_log', 'replaced: it formats 170 texts a step that nobody reads'),
     ('diffusion/monitoring/loggers.py', 'composer.loggers.WandBLogger', '_enabled _init_kwargs _set_is_in_atexit', "init() is ours: Composer's asks offline runs for an address"),
     ('diffusion/monitoring/loggers.py', 'composer.loggers.TensorboardLogger', '_flush', 'overridden: it begins a new file each time'),
     # Streaming: shared memory and its numbers

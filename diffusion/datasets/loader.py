@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from composer.utils import dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
 
 from diffusion.common.collective import on_first_rank
 from diffusion.common.processes import shield_worker
@@ -34,6 +35,7 @@ from diffusion.recipe.schema import Stream
 
 BAD_SAMPLES = 'bad_samples.jsonl'
 SYNTHETIC_BLOCKS = 4  # along a side
+ALIGNMENT = 64  # bytes: a cache line, and no number of ours is longer
 
 
 class SyntheticLatents(Dataset):
@@ -132,7 +134,7 @@ class Collate:
             batch['images'] = images
         if self.downsampling is not None:
             batch['geometry'] = self._geometry(samples, self.downsampling)
-        return batch
+        return batch if get_worker_info() is None else in_one_storage(batch)
 
     def _mirrored(self, sample_key: Tensor) -> Tensor:
         return uniform(self.seed, sample_key, Draw.FLIP, 1)[:, 0] <= 0.5
@@ -157,6 +159,18 @@ class Collate:
 def stacked(arrays: Sequence[np.ndarray]) -> Tensor:
     """(B, ...) float16 of B equal shapes. By way of bytes: an MDS row begins its arrays anywhere, and NumPy copies unaligned numbers one by one."""
     return torch.frombuffer(bytearray().join(array.data for array in arrays), dtype=torch.float16).view(len(arrays), *arrays[0].shape)
+
+
+def in_one_storage(batch: Batch) -> Batch:
+    """Return the batch with its tensors as views of one storage: a loader's process hands over each as a file, at 0.3 ms of CPU time."""
+    found: dict[str, Any] = dict(batch)
+    groups = [found, *(value for value in found.values() if isinstance(value, dict))]
+    tensors = [(group, name, value) for group in groups for name, value in group.items() if isinstance(value, Tensor)]
+    places = list(accumulate((-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, _, tensor in tensors), initial=0))
+    storage = torch.empty(places[-1], dtype=torch.uint8)
+    for (group, name, tensor), place in zip(tensors, places, strict=False):
+        group[name] = storage[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return found  # type: ignore[return-value]
 
 
 class LoaderEncoders(Protocol):

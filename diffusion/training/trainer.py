@@ -7,6 +7,7 @@ a logger writes it, and the time is agreed on over the host's network.
 """
 
 import datetime
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ class Trainer(composer.Trainer):
 
         with safe_loading(load):
             super().__init__(**composers)
+        if not os.environ.get('ENGINE_DEBUG'):  # the variable that has Composer print them
+            # Composer formats a text for each of a step's 170 calls of callbacks, 1 ms in all, before it asks whether anybody reads it.
+            self.engine._debug_log = lambda event, msg: None  # type: ignore[method-assign]
         if self.state.device_mesh is not None:  # its groups have timeouts of their own: NCCL's 600 seconds
             for group in self.state.device_mesh.get_all_groups():
                 torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)

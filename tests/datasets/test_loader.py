@@ -42,6 +42,22 @@ def test_an_epoch_holds_each_sample_once_and_the_next_is_keyed_anew(kind, worker
     assert batch['tokens']['text_encoder'].shape == (8, encoders.text.length)
 
 
+def test_a_loaders_process_hands_over_the_same_batch_in_one_storage(latents, encoders, overrides):
+    def batches(workers):
+        more = ['data.caption_dropout=0', 'log.samples.guidance=1', f'data.workers={workers}']
+        return list(train_loader(recipe_for(latents, 'latents', overrides, *more), encoders, geometry=True))
+
+    for ours, theirs in zip(batches(0), batches(1), strict=True):
+        tensors = [*(value for name, value in theirs.items() if name != 'tokens'), *theirs['tokens'].values()]
+        assert len(tensors) == 4
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+        assert ours.keys() == theirs.keys()
+        for name in ('moments', 'sample_key', 'geometry'):
+            assert ours[name].dtype == theirs[name].dtype
+            assert torch.equal(ours[name], theirs[name])
+        assert torch.equal(ours['tokens']['text_encoder'], theirs['tokens']['text_encoder'])
+
+
 def test_latents_are_the_encoded_images(images, latents, encoders, overrides):
     """The same sample through both paths: precomputed moments equal those of the image, to float16."""
     by_id = {}
