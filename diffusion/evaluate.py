@@ -22,7 +22,7 @@ if sys.path[:1] == [str(Path(__file__).resolve().parent)]:  # started as a file:
 from data_prep.engines.command import exit_code
 from diffusion.common.processes import quick_imports
 from diffusion.common.text import print_page
-from diffusion.evaluation.job.request import ComparisonRequest, EvaluationRequest
+from diffusion.evaluation.job.request import PRESETS, ComparisonRequest, EvaluationRequest
 from diffusion.faults import preemption
 
 EXIT_CODES = """exit codes: 0 everything (of this rank) is done; 2 input or options are wrong and the message says how; 3 not finished, for a reason
@@ -53,6 +53,8 @@ def run(request: EvaluationRequest) -> int:
         from diffusion.evaluation.job.results import PAGE_NAME, RESULT_NAME
         from diffusion.evaluation.pages.page import table_of, write_page
 
+    if request.protocol is not None:
+        print(f'evaluate: {request.protocol}: {PRESETS[request.protocol].source}', file=sys.stderr)
     if request.changes:
         what = ', '.join(f'--{name}' for name in request.changes)
         print(f'evaluate: {what} differs from the preset {request.protocol}; the result does not carry its name or targets', file=sys.stderr)

@@ -93,8 +93,12 @@ METRICS = {
     'fid_clean': MetricRequirements('inception'),
     'kid': MetricRequirements('inception'),
     'kid_clean': MetricRequirements('inception'),
+    'fd_dinov2': MetricRequirements('dinov2-vitl14'),
+    'mmd_dinov2': MetricRequirements('dinov2-vitl14'),
     'cmmd': MetricRequirements('clip-vit-l14-336'),
     'clip': MetricRequirements('clip-vit-l14', captions=True, real=False),
+    'pickscore': MetricRequirements('pickscore', captions=True, real=False),
+    'hpsv2': MetricRequirements('hpsv2', captions=True, real=False),
     'precision_recall': MetricRequirements('inception'),
     'shapes': MetricRequirements('shapes-look', captions=True, real=False),
     'composition': MetricRequirements('compositions-look', captions=True, real=False),
@@ -107,6 +111,7 @@ EMBEDS_CAPTIONS = {
     'clip-vit-b32': True,
     'openclip-vit-h14': True,
     'dino-vits16': False,
+    'dinov2-vitl14': False,
     'random-conv': False,
 }
 """The feature networks that METRIC@NETWORK may name: whether each embeds captions, too."""

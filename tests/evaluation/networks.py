@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-from transformers import CLIPConfig, CLIPModel, ViTConfig, ViTModel
+from transformers import CLIPConfig, CLIPModel, Dinov2Config, Dinov2Model, ViTConfig, ViTModel
 
 from diffusion.encoders.random_encoders import build_tokenizer
 from diffusion.evaluation.features.lpips import Lpips
@@ -72,6 +72,18 @@ def write_dino(folder: Path) -> Path:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         ViTModel(config, add_pooling_layer=False).save_pretrained(folder)
+    return folder
+
+
+def write_dinov2(folder: Path) -> Path:
+    """A DINOv2 of two layers, whose positions are those of 518 px and whose weights are large enough to matter."""
+    config = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=518, patch_size=14)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        model = Dinov2Model(config)
+        for value in model.parameters():
+            nn.init.normal_(value, std=0.1 if value.ndim > 1 else 0.5)
+        model.save_pretrained(folder)
     return folder
 
 

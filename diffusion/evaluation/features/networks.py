@@ -34,7 +34,7 @@ from diffusion.evaluation.features.weights import WeightsSource, find_file, find
 INCEPTION_PX, INCEPTION_FEATURES = 299, 2048
 CLIP_MEAN, CLIP_DEVIATION = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 IMAGENET_MEAN, IMAGENET_DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-DINO_SHORT_SIDE, DINO_SIZE = 256, 224  # px, as its authors evaluate it
+DINO_SHORT_SIDE, DINO_SIZE = 256, 224  # px, as its authors evaluate it; DINOv2 without a crop
 
 RANDOM_SEED = int.from_bytes(b'conv')  # no run's: its noise would be these weights
 RANDOM_PX = 64  # to which every image is resized
@@ -125,10 +125,9 @@ def clean_square(images: Tensor, short_side: int, size: int) -> Tensor:
     return resized[..., top : top + size, left : left + size]
 
 
-def _normalised(images: Tensor, short_side: int, size: int, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
-    """(B, 3, size, size) float32 as the network was trained on them."""
-    levels = clean_square(images, short_side, size) / 255
-    return (levels - levels.new_tensor(mean)[:, None, None]) / levels.new_tensor(deviation)[:, None, None]
+def _normalised(levels: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
+    """(B, 3, H, W) float32 as the network was trained on them, of levels 0..255."""
+    return (levels / 255 - levels.new_tensor(mean)[:, None, None]) / levels.new_tensor(deviation)[:, None, None]
 
 
 def random_conv() -> FeatureNetwork:
@@ -235,7 +234,7 @@ def load_clip(name: str, source: WeightsSource, weights: Path | None, download: 
     side, length = model.config.vision_config.image_size, model.config.text_config.max_position_embeddings
 
     def embed(images: Tensor) -> list[Tensor]:
-        pixels = _normalised(images, side, side, CLIP_MEAN, CLIP_DEVIATION)
+        pixels = _normalised(clean_square(images, side, side), CLIP_MEAN, CLIP_DEVIATION)
         return [model.visual_projection(model.vision_model(pixel_values=pixels).pooler_output)]
 
     def embed_texts(captions: Sequence[str], device: torch.device) -> Tensor:
@@ -260,12 +259,39 @@ def load_open_clip(name: str, source: WeightsSource, weights: Path | None, downl
     tokenizer, side = open_clip.get_tokenizer(architecture), model.visual.image_size[0]
 
     def embed(images: Tensor) -> list[Tensor]:
-        return [model.encode_image(_normalised(images, side, side, CLIP_MEAN, CLIP_DEVIATION))]
+        return [model.encode_image(_normalised(clean_square(images, side, side), CLIP_MEAN, CLIP_DEVIATION))]
 
     def embed_texts(captions: Sequence[str], device: torch.device) -> Tensor:
         return model.encode_text(tokenizer(list(captions)).to(device))
 
     return FeatureNetwork(name, sha256_of(path), {name: model.visual.output_dim}, model, embed, embed_texts)
+
+
+def load_pickscore(name: str, source: WeightsSource, weights: Path | None, download: bool) -> FeatureNetwork:
+    """Return PickScore (arXiv 2305.01569): CLIP ViT-H/14 tuned on choices of people between two images of a prompt.
+
+    The score is exp(logit_scale) times the cosine of image and prompt, by its weights' own scale; prompts are taken as they are, without a prefix.
+    Its model card says so: https://huggingface.co/yuvalkirstain/PickScore_v1.
+    """
+    network = load_clip(name, source, weights, download)
+    return _scoring(network, float(network.module.state_dict()['logit_scale'].exp()))
+
+
+def load_hps(name: str, source: WeightsSource, weights: Path | None, download: bool, architecture: str = 'ViT-H-14') -> FeatureNetwork:
+    """Return HPSv2.1 (arXiv 2306.09341, its weights of 2023-12): open_clip's ViT-H/14 tuned on rankings of images by people.
+
+    The score is the cosine of image and prompt, which goes in without a prefix, times 100 as in its benchmark (hpsv2/evaluation.py of
+    https://github.com/tgxs002/HPSv2); `hpsv2.score` returns the cosine. Its code fits the longer side to 224 px: the same for square images.
+    """
+    return _scoring(load_open_clip(name, source, weights, download, architecture), 100.0)
+
+
+def _scoring(network: FeatureNetwork, scale: float) -> FeatureNetwork:
+    """A network whose score of an image is the product of its unit embedding with the caption's, which has the length `scale`."""
+    embed_texts = network.embed_texts
+    assert embed_texts is not None
+    network.embed_texts = lambda captions, device: F.normalize(embed_texts(captions, device)) * scale
+    return network
 
 
 def load_dino(name: str, source: WeightsSource, weights: Path | None, download: bool) -> FeatureNetwork:
@@ -276,8 +302,30 @@ def load_dino(name: str, source: WeightsSource, weights: Path | None, download: 
     folder, model = _load_folder(ViTModel, name, source, weights, download, add_pooling_layer=False)
 
     def embed(images: Tensor) -> list[Tensor]:
-        pixels = _normalised(images, DINO_SHORT_SIDE, DINO_SIZE, IMAGENET_MEAN, IMAGENET_DEVIATION)
+        pixels = _normalised(clean_square(images, DINO_SHORT_SIDE, DINO_SIZE), IMAGENET_MEAN, IMAGENET_DEVIATION)
         return [model(pixel_values=pixels, interpolate_pos_encoding=True).last_hidden_state[:, 0]]
+
+    return FeatureNetwork(name, sha256_of(folder_file(folder)), {name: model.config.hidden_size}, model, embed)
+
+
+def load_dinov2(name: str, source: WeightsSource, weights: Path | None, download: bool) -> FeatureNetwork:
+    """Return the class token of DINOv2 (arXiv 2304.07193) after its last norm, as FD-DINOv2 takes it (arXiv 2306.04675): of 224 px, squeezed.
+
+    Its positions, learned at 518 px, are resampled as the published code does, with the factor 16.1 / 37. transformers takes 16 / 37, which moves
+    every feature.
+    """
+    from transformers import Dinov2Model  # takes seconds
+
+    folder, model = _load_folder(Dinov2Model, name, source, weights, download)
+    positions, side = model.embeddings.position_embeddings, DINO_SIZE // model.config.patch_size
+    learned = math.isqrt(positions.shape[1] - 1)
+    if learned != side:
+        grid = positions[:, 1:].unflatten(1, (learned, learned)).permute(0, 3, 1, 2)
+        grid = F.interpolate(grid, scale_factor=(side + 0.1) / learned, mode='bicubic').flatten(2).transpose(1, 2)
+        model.embeddings.position_embeddings = nn.Parameter(torch.cat([positions[:, :1], grid], dim=1))
+
+    def embed(images: Tensor) -> list[Tensor]:
+        return [model(pixel_values=_normalised(clean(images, DINO_SIZE, DINO_SIZE), IMAGENET_MEAN, IMAGENET_DEVIATION)).pooler_output]
 
     return FeatureNetwork(name, sha256_of(folder_file(folder)), {name: model.config.hidden_size}, model, embed)
 
@@ -322,6 +370,13 @@ EXTRACTORS = {
         ('openclip-vit-h14',), load_open_clip, WeightsSource(LAION_FILES, hub=f'laion/{LAION_H14}', size='3.9 GB'), texts=True
     ),
     'dino-vits16': KnownExtractor(('dino-vits16',), load_dino, WeightsSource(('dino-vits16',), hub='facebook/dino-vits16', size='87 MB')),
+    'dinov2-vitl14': KnownExtractor(('dinov2-vitl14',), load_dinov2, WeightsSource(('dinov2-large',), hub='facebook/dinov2-large', size='1.2 GB')),
+    'pickscore': KnownExtractor(
+        ('pickscore',), load_pickscore, WeightsSource(('PickScore_v1',), hub='yuvalkirstain/PickScore_v1', size='3.9 GB'), texts=True, embeds=False
+    ),
+    'hpsv2': KnownExtractor(
+        ('hpsv2',), load_hps, WeightsSource(('HPSv2/HPS_v2.1_compressed.pt',), hub='xswu/HPSv2', size='3.9 GB'), texts=True, embeds=False
+    ),
     'random-conv': KnownExtractor(('random-conv',), random_conv),
     'shapes-look': KnownExtractor(('shapes-look',), shapes_look, texts=True, embeds=False),
     'compositions-look': KnownExtractor(('compositions-look',), compositions_look, texts=True, embeds=False),

@@ -62,6 +62,16 @@ PRESETS = {
         "Photoroom's PRX during training; its published FIDs are of inverted images (uint8 given to an extractor that multiplies by 255)",
         metrics=('fid', 'kid', 'cmmd', 'clip'), samples=10_000, guidance=(3.5,), steps=28, resolution=256,
     ),
+    'fd-dinov2': Preset(
+        'arXiv 2306.04675 (dgm-eval): FD and MMD of 50,000 images, by the class token of DINOv2 ViT-L/14 at 224 px; '
+        'it scores images that others drew, so guidance, steps and sampler are ours',
+        metrics=('fd_dinov2', 'mmd_dinov2'), samples=50_000, guidance=(1.5, 3.0, 5.0, 7.5), steps=50,
+    ),
+    'hpsv2': Preset(
+        'arXiv 2306.09341: an image for each of the 3,200 prompts of its benchmark (--prompts), 800 in each of four styles; '
+        'it reports each style by itself, and ours is their mean; guidance and steps are ours',
+        metrics=('hpsv2', 'pickscore'), samples=3_200, guidance=(7.5,), steps=50,
+    ),
 }  # fmt: skip
 
 

@@ -202,6 +202,11 @@ def clip_score(images: Tensor, texts: Tensor) -> Estimate:
     return mean_of(100 * (unit(images) * unit(texts)).sum(dim=1).clamp(min=0))
 
 
+def scaled_cosine(images: Tensor, texts: Tensor) -> Estimate:
+    """Return the mean cosine of pairs of image and text embeddings times the length of the text's, and its standard error over pairs."""
+    return mean_of((unit(images) * texts.double()).sum(dim=1))
+
+
 def mean_of(values: Tensor) -> Estimate:
     """Return the mean of (N,) values and its standard error, NaN for a single one."""
     return Estimate(float(values.mean()), float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else math.nan)
@@ -307,4 +312,4 @@ def photo_fidelity(photos: Tensor) -> Estimate:
 
 def prompt_fidelity(drawn: Tensor, prompts: Tensor) -> Estimate:
     """Return the mean cosine of images (N, D) and their own prompts (N, D): CLIP-T, which unlike the CLIP score is neither clamped nor times 100."""
-    return mean_of((unit(drawn) * unit(prompts)).sum(dim=1))
+    return scaled_cosine(drawn, unit(prompts))

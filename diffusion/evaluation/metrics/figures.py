@@ -102,6 +102,10 @@ def _clip(_real: None, drawn: Tensor, texts: Tensor, _seed: int, _resamples: int
     return {'clip': _values(distances.clip_score(drawn, texts))}
 
 
+def _preference(_real: None, drawn: Tensor, texts: Tensor, _seed: int, _resamples: int) -> dict[str, Values]:
+    return {'preference': _values(distances.scaled_cosine(drawn, texts))}
+
+
 def _precision_recall(real: Tensor, drawn: Tensor, _texts: None, seed: int, resamples: int) -> dict[str, Values]:
     values: dict[str, Values] = {
         name: {'value': value} for name, value in zip(('precision', 'recall'), distances.precision_recall(real, drawn), strict=True)
@@ -142,6 +146,8 @@ _KID_MEANING = 'squared MMD of features, cubic kernel, unbiased, mean of 100 sub
 _KID = {'kid': Figure(_KID_MEANING, lower_is_better=True)}
 _CMMD = {'cmmd': Figure('1000 x squared MMD of unit CLIP embeddings, biased as published', lower_is_better=True)}
 _CLIP = {'clip': Figure('100 x cosine of image and caption, negative ones as 0', lower_is_better=False)}
+_PICKSCORE = {'preference': Figure("cosine of image and caption by PickScore, times its weights' own scale (about 100)", lower_is_better=False)}
+_HPS = {'preference': Figure('100 x cosine of image and caption by HPSv2.1', lower_is_better=False)}
 _PRECISION_RECALL = {
     'precision': Figure('share of drawn images within the manifold of real ones (3 neighbours)', lower_is_better=False),
     'recall': Figure('share of real images within the manifold of drawn ones (3 neighbours)', lower_is_better=False),
@@ -159,8 +165,12 @@ METRICS: dict[str, Metric] = {
     'fid_clean': Metric('inception', 'inception-clean', _FID, _fid),
     'kid': Metric('inception', 'inception', _KID, _kid),
     'kid_clean': Metric('inception', 'inception-clean', _KID, _kid),
+    'fd_dinov2': Metric('dinov2-vitl14', 'dinov2-vitl14', _FID, _fid),
+    'mmd_dinov2': Metric('dinov2-vitl14', 'dinov2-vitl14', _KID, _kid),
     'cmmd': Metric('clip-vit-l14-336', 'clip-vit-l14-336', _CMMD, _cmmd),
     'clip': Metric('clip-vit-l14', 'clip-vit-l14', _CLIP, _clip, needs_captions=True, needs_real=False),
+    'pickscore': Metric('pickscore', 'pickscore', _PICKSCORE, _preference, needs_captions=True, needs_real=False),
+    'hpsv2': Metric('hpsv2', 'hpsv2', _HPS, _preference, needs_captions=True, needs_real=False),
     'precision_recall': Metric('inception', 'inception', _PRECISION_RECALL, _precision_recall),
     'shapes': Metric('shapes-look', 'shapes-look', _SHAPES, _shapes, needs_captions=True, needs_real=False, check_captions=scenes_of),
     'composition': Metric(

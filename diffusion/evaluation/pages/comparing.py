@@ -26,10 +26,11 @@ from diffusion.evaluation.job.results import (
     with_error,
 )
 
-INCEPTION_FEATURES = 2048  # with fewer images than this the covariances of FID are singular
+DIMENSIONS = {'fid': 2048, 'fid_clean': 2048, 'fd_dinov2': 1024}  # of the features; with fewer images their covariances are singular
 NOT_COMPARED = ('preset', 'guidance', 'metrics')  # fields of the protocol that no single number depends on
 TITLES = {
     'fid': 'FID', 'fid_clean': 'FID, clean resize', 'kid': 'KID', 'kid_clean': 'KID, clean resize', 'cmmd': 'CMMD', 'clip': 'CLIP score',
+    'fd_dinov2': 'FD-DINOv2', 'mmd_dinov2': 'DINO-MMD', 'pickscore': 'PickScore', 'hpsv2': 'HPSv2.1',
     'clip_i': 'CLIP-I', 'dino': 'DINO', 'clip_t': 'CLIP-T', 'psnr': 'PSNR (dB)', 'ssim': 'SSIM', 'lpips': 'LPIPS',
 }  # fmt: skip
 ESTIMATES = (  # that come with a metric: name in the result, what the title gets, meaning
@@ -213,11 +214,10 @@ def warnings(group: Group) -> list[str]:
             found.append(f'{model.name}: the protocol asks for {counted(protocol["samples"], "image")}, drawn were {", ".join(short)}.')
     if real['count'] != protocol['samples'] and protocol['real'].get('kind') != PHOTOS:
         found.append(f'{counted(protocol["samples"], "drawn image")} are compared with {real["count"]:,} real ones: the counts differ.')
-    is_biased = protocol['samples'] < INCEPTION_FEATURES and not group.of_autoencoders
-    if is_biased and any(measure.key in ('fid', 'fid_clean') for measure in group.measures):
+    for measure in (measure for measure in group.measures if protocol['samples'] < DIMENSIONS.get(measure.key, 0) and not group.of_autoencoders):
         found.append(
-            f'FID from {counted(protocol["samples"], "image")}: fewer than the {INCEPTION_FEATURES:,} dimensions of its features, '
-            'so it is mostly bias; read KID or CMMD.'
+            f'{measure.title} from {counted(protocol["samples"], "image")}: fewer than the {DIMENSIONS[measure.key]:,} dimensions of its features, '
+            'so it is mostly bias; read KID, DINO-MMD or CMMD.'
         )
     if protocol['real'].get('kind') == 'statistics':
         found.append(OF_STATISTICS)

@@ -14,7 +14,8 @@ from diffusion.evaluation.pages.comparing import Group, Measure, interval
 
 MARKERS = 'os^DvPX*'
 NAME_LIMIT = 44  # letters in a legend as wide as a telephone
-DISTANCES = ('fid', 'fid_clean', 'kid', 'kid_clean', 'cmmd')  # lower is better; the first that were measured are drawn against the CLIP score
+# Lower is better; Frechet distances, or the first that was measured, are drawn against the CLIP score.
+DISTANCES = ('fid', 'fid_clean', 'fd_dinov2', 'kid', 'kid_clean', 'mmd_dinov2', 'cmmd')
 REFERENCES = (  # of a subject: field of a point, its line, what the caption calls the line, its title
     ('floor', (0, (6, 3)), 'Long dashes', FLOOR_TITLE),
     ('ceiling', (0, (1, 2)), 'Dotted', CEILING_TITLE),
@@ -50,7 +51,7 @@ def against_clip(group: Group) -> list[tuple[Markup, str]]:
         return []
     curves = [measure for measure in group.measures if measure.has_curve]
     distances = [measure for measure in curves if measure.kind in DISTANCES]
-    distances = [measure for measure in distances if measure.kind.startswith('fid')] or distances[:1]
+    distances = [measure for measure in distances if measure.kind.startswith(('fid', 'fd_'))] or distances[:1]
     scores = [measure for measure in curves if measure.kind == 'clip']
     return [_against(group, distance, score) for distance in distances for score in scores]
 
