@@ -26,7 +26,7 @@ def main(recipe: Recipe) -> int:
     before_imports()
     with preemption.kept(), quick_imports(recipe.train.cpu_threads):
         from diffusion.finetuning.prepare import prepare_streams
-        from diffusion.training.builder import build_trainer, finished, fit
+        from diffusion.training.builder import build_trainer, finished, fit, outcome
 
     trainer = None
     try:
@@ -35,7 +35,7 @@ def main(recipe: Recipe) -> int:
         trainer = build_trainer(recipe)
         already = finished(trainer)
         fit(trainer, recipe)
-        print(f'{recipe.name} is {"already " if already else ""}trained to {recipe.train.duration}: {recipe.checkpoint.folder}')
+        print(f'{recipe.name} is {"already " if already else ""}{outcome(trainer, recipe)}: {recipe.checkpoint.folder}')
         return end(FINISHED)
     except (Exception, preemption.Preempted) as error:
         return end(explain(error), trainer)

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,8 +27,8 @@ from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.evaluation.features.networks import FeatureNetwork, load_extractors
 from diffusion.evaluation.job.images import Prompt
 from diffusion.evaluation.job.models import chunks_of
-from diffusion.evaluation.job.results import DEFAULT_CHUNK
-from diffusion.evaluation.metrics.figures import find_metric, name_of
+from diffusion.evaluation.job.results import DEFAULT_CHUNK, with_error
+from diffusion.evaluation.metrics.figures import METRICS, RESAMPLES, Values, find_metric, name_of
 from diffusion.monitoring.sample_grid import AtIntervals
 from diffusion.recipe import Recipe, RecipeError
 from diffusion.recipe.catalog import MIN_IMAGES
@@ -127,13 +128,56 @@ class SampleScores(AtIntervals):
         self.averaged, self.alive = averaged, alive
         self.chunks = chunks_of(prompts, DEFAULT_CHUNK)
         self.metrics = {name: find_metric(name) for name in samples.metrics}
+        self.best: dict[str, Any] = {}  # of `samples.stop.metric`: its name, its best value, after which batch, and how many scores ago
 
     def draw(self, state: State, logger: Logger) -> None:
-        """Draw all images and log what the metrics say of them; all ranks take part."""
+        """Draw all images, log what the metrics say of them, and end the run if the recipe's score no longer improves; all ranks take part."""
+        batch, stop = state.timestamp.batch.value, self.samples.stop.metric
         with phase('evaluation'):
             drawn = self._drawn_features(state)
+            figures = on_first_rank(partial(self._figures, drawn))
+        logged = {
+            PREFIX + name.replace('@', '/') + ('' if which == 'value' else f'_{which}'): values[which]  # MLflow takes no `@`
+            for name, (values, _) in figures.items()
+            for which in ('value', 'error', 'unbiased')
+            if which in values
+        }
+        if dist.get_global_rank() == 0:
+            logger.log_metrics(logged, step=batch)
+            texts = (f'{name} {with_error(values["value"], values.get("error"))}' for name, (values, _) in figures.items())
+            print(f'scores after batch {batch:,}: {", ".join(texts)}', file=sys.stderr, flush=True)
+        if stop is not None:
+            value, lower_is_better = figures[stop][0]['value'], figures[stop][1]
+            if self.best.get('metric') != stop or (value < self.best['value'] if lower_is_better else value > self.best['value']):
+                self.best = {'metric': stop, 'value': value, 'batch': batch, 'since': 0}
+            else:
+                self.best['since'] += 1
+            self._end_if_stuck(state)
+
+    def _end_if_stuck(self, state: State) -> None:
+        if self.stopped:
+            state.stop_training()
             if dist.get_global_rank() == 0:
-                logger.log_metrics(self._figures(drawn), step=state.timestamp.batch.value)
+                print(f'early stop after batch {state.timestamp.batch.value:,}: {self.stopped}', file=sys.stderr, flush=True)
+
+    @property
+    def stopped(self) -> str:
+        """Why the run ends before its duration; '' if it does not."""
+        best, stop = self.best, self.samples.stop
+        if stop.metric is None or best.get('metric') != stop.metric or best['since'] < stop.patience:
+            return ''
+        since = f'in {counted(best["since"], "score")} (eval.samples.stop.patience: {stop.patience})'
+        return f'{stop.metric} has not improved on {best["value"]:.4g}, of batch {best["batch"]:,}, {since}'
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        """End again what has ended early, unless the recipe is more patient by now."""
+        self._end_if_stuck(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.best)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = dict(state)
 
     def _drawn_features(self, state: State) -> dict[str, dict[str, Tensor]]:
         """(N, D) float32 features of the drawn images on the CPU, by network and name, in the order of the prompts."""
@@ -162,15 +206,15 @@ class SampleScores(AtIntervals):
         everyone = torch.stack(list(dist.all_gather(own)), dim=1)  # (rounds, ranks, B, D)
         return everyone.flatten(0, 2)[: len(self.prompts)].cpu()
 
-    def _figures(self, drawn: Mapping[str, Mapping[str, Tensor]]) -> dict[str, float]:
-        """Scores by their names in the log."""
-        figures = dict[str, float]()
+    def _figures(self, drawn: Mapping[str, Mapping[str, Tensor]]) -> dict[str, tuple[Values, bool]]:
+        """Scores by name, and whether lower ones are better. A Frechet distance has no error: its resamples would take minutes."""
+        figures = dict[str, tuple[Values, bool]]()
         for name, metric in self.metrics.items():
             real = self._real[metric.extractor][metric.feature] if metric.needs_real else None
             texts = self._texts[metric.extractor] if metric.needs_captions else None
-            for figure, values in metric(real, drawn[metric.extractor][metric.feature], texts, self.samples.seed, resamples=0).items():
-                logged = PREFIX + name_of(name, metric, figure).replace('@', '/')  # which MLflow does not take
-                figures |= {logged + (f'_{which}' if which != 'value' else ''): values[which] for which in ('value', 'unbiased') if which in values}
+            resamples = 0 if metric.score is METRICS['fid'].score else RESAMPLES
+            for figure, values in metric(real, drawn[metric.extractor][metric.feature], texts, self.samples.seed, resamples).items():
+                figures[name_of(name, metric, figure)] = values, metric.figures[figure].lower_is_better
         return figures
 
     @cached_property

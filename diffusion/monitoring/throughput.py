@@ -22,7 +22,7 @@ from diffusion.common.stopwatch import TRAINING, WAITING, Stopwatch
 from diffusion.cost.formulas import SEC_PER_HOUR, hours
 from diffusion.cost.hardware import device_name, mfu, peak_flops, peak_memory_bytes
 from diffusion.cost.prices import Price
-from diffusion.monitoring.time_accounts import account, propose, read_events, summary
+from diffusion.monitoring.time_accounts import EARLY, account, propose, read_events, summary
 from diffusion.online.pool import Pool
 from diffusion.recipe import AnyRecipe
 
@@ -137,11 +137,13 @@ class Goodput(Callback):
 
     def __init__(self, recipe: AnyRecipe, watch: Stopwatch):
         self.recipe, self.watch = recipe, watch
-        self.total: Time | None = None  # unknown in a process that finds the run finished
+        self.total: Time | None = None
         self.closed = False
 
-    def fit_start(self, state: State, logger: Logger) -> None:
+    def after_load(self, state: State, logger: Logger) -> None:
         self.total = state.max_duration  # what stops a run early shortens it
+
+    def fit_start(self, state: State, logger: Logger) -> None:
         self.watch.batch = state.timestamp.batch.value
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
@@ -172,7 +174,7 @@ class Goodput(Callback):
             return
         self.closed = True
         self.watch.end(self._reason(state))
-        if self.watch.path is not None and self.total is not None:
+        if self.watch.path is not None and self.watch.batch is not None:  # not where the run was already finished
             accounts = account(read_events(self.watch.path))
             print(summary(accounts, propose(accounts, self.recipe.checkpoint.every, self.recipe.faults.gpu_hours_between_failures)), file=sys.stderr)
 
@@ -180,7 +182,9 @@ class Goodput(Callback):
         error = sys.exc_info()[0] or getattr(sys, 'last_type', None)
         if error is not None:
             return error.__name__
-        return 'finished' if self.total is None or state.timestamp.get(self.total.unit) >= self.total else 'stopped'
+        if self.total is None or state.timestamp.get(self.total.unit) >= self.total:
+            return 'finished'
+        return EARLY if state.max_duration is not None and state.timestamp >= state.max_duration else 'stopped'
 
 
 class LearningRate(Callback):

@@ -19,6 +19,7 @@ from diffusion.cost.formulas import SEC_PER_HOUR, best_interval_sec, overhead
 from diffusion.recipe import Duration
 
 Steps = tuple[int, int, float]  # of one line: they led from the first batch to the last, and computed for seconds
+EARLY = 'stopped early'  # how a run ends whose score no longer improves (`eval.samples.stop`)
 LATEST_SEC = 1e11  # Unix time of an event, in the year 5138: later ones are no dates
 CATEGORIES = {
     'compute': 'steps that are in the weights now',

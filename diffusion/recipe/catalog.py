@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusion.common.text import did_you_mean
+from diffusion.contracts.compositions import CATEGORIES
 from diffusion.recipe.autoencoder import AnyRecipe
 from diffusion.recipe.keys import to_dict
 from diffusion.recipe.schema import Recipe
@@ -86,6 +87,7 @@ class MetricRequirements:
     network: str  # whose features it takes, unless the recipe names another one; none of EMBEDS_CAPTIONS: it takes no other
     captions: bool = False  # it compares images with their captions, and needs a network that embeds both
     real: bool = True  # it compares drawn with real images
+    figures: tuple[str, ...] = ()  # that it gives, if these are several
 
 
 METRICS = {
@@ -99,9 +101,16 @@ METRICS = {
     'clip': MetricRequirements('clip-vit-l14', captions=True, real=False),
     'pickscore': MetricRequirements('pickscore', captions=True, real=False),
     'hpsv2': MetricRequirements('hpsv2', captions=True, real=False),
-    'precision_recall': MetricRequirements('inception'),
-    'shapes': MetricRequirements('shapes-look', captions=True, real=False),
-    'composition': MetricRequirements('compositions-look', captions=True, real=False),
+    'precision_recall': MetricRequirements('inception', figures=('precision', 'recall')),
+    'shapes': MetricRequirements(
+        'shapes-look',
+        captions=True,
+        real=False,
+        figures=('right_colour', 'right_background', 'right_shape', 'right_size', 'right_place', 'right_everything'),
+    ),
+    'composition': MetricRequirements(
+        'compositions-look', captions=True, real=False, figures=('composition', *(f'composition_{category}' for category in CATEGORIES))
+    ),
 }
 EMBEDS_CAPTIONS = {
     'inception': False,
@@ -124,7 +133,7 @@ def samples_can_be_scored(recipe: Recipe, _: int) -> list[str]:
     errors = []
     if len(set(samples.metrics)) < len(samples.metrics):
         errors.append(f'eval.samples.metrics: {", ".join(samples.metrics)} names a metric twice')
-    compares_real = False
+    compares_real, measured = False, list[str]()
     for name in dict.fromkeys(samples.metrics):
         metric, network = name.partition('@')[::2]
         needs = METRICS.get(metric)
@@ -132,6 +141,7 @@ def samples_can_be_scored(recipe: Recipe, _: int) -> list[str]:
             errors.append(f"eval.samples.metrics: no metric '{metric}'{did_you_mean(metric, METRICS)} There are {', '.join(METRICS)}")
             continue
         compares_real |= needs.real
+        measured += [figure + name.removeprefix(metric) for figure in needs.figures or (metric,)]
         if '@' in name and network not in EMBEDS_CAPTIONS:
             known = EMBEDS_CAPTIONS
             errors.append(f"eval.samples.metrics: {name}: no feature network '{network}'{did_you_mean(network, known)} There are {', '.join(known)}")
@@ -140,6 +150,9 @@ def samples_can_be_scored(recipe: Recipe, _: int) -> list[str]:
         elif network and needs.captions and not EMBEDS_CAPTIONS[network]:
             able = ', '.join(name for name, embeds in EMBEDS_CAPTIONS.items() if embeds)
             errors.append(f'eval.samples.metrics: {name}: {network} embeds no captions; those that do: {able}')
+    wanted = samples.stop.metric
+    if wanted is not None and measured and wanted not in measured:
+        errors.append(f"eval.samples.stop.metric: '{wanted}' is not measured{did_you_mean(wanted, measured)} There are {', '.join(measured)}")
     if recipe.eval.every is None and (compares_real or not samples.prompts):
         what = 'real images' if samples.prompts else 'captions' + (' and real images' if compares_real else '')
         errors.append(f'eval.samples.every: {samples.every} takes {what} from the evaluation data; name them in eval.streams and set eval.every')

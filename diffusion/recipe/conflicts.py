@@ -62,6 +62,10 @@ eval.samples.every, !eval.samples.metrics
 eval.samples.every, data.aspect_buckets
     eval.samples.every: draws squares, and data.aspect_buckets=true evaluates rectangles; set eval.samples.every=null and score the model with python
     -m diffusion.evaluate
+!eval.samples.every, eval.samples.stop.metric
+    eval.samples.stop.metric: {eval.samples.stop.metric} is never measured, eval.samples.every is null; set it, or eval.samples.stop.metric=null
+!eval.samples.stop.metric, eval.samples.stop.patience!=5
+    eval.samples.stop.patience: has no effect without eval.samples.stop.metric; set that, or leave it out
 log.samples.every, !log.samples.prompts
     log.samples.every: {log.samples.every} without log.samples.prompts; name some or set every to null
 log.samples.every, log.samples.guidance>1, data.caption_dropout=0, !load_path, !adapter

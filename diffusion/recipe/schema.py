@@ -231,6 +231,13 @@ class Train:
 
 
 @dataclass
+class EarlyStop:
+    metric: str | None = key(None, may_change=True)
+    """Score that ends the run when it no longer improves, as the log names it: kid@random-conv, composition, or right_everything of shapes."""
+    patience: int = key(5, 'Scores in a row, none better than the best before, that end the run.', low=1, high=10_000, may_change=True)
+
+
+@dataclass
 class EvalSamples:
     every: Duration | None = key(None, units=('ba',), low=1, may_change=True)
     """Interval of scores of drawn images, also those of the untrained model; null draws none."""
@@ -246,6 +253,7 @@ class EvalSamples:
     steps: int = key(25, 'Sampling steps.', low=1, high=1000)
     seed: int = key(0, low=0, high=LARGEST_SEED)
     """With the number of the sample or prompt it keys the starting noise; the figures do not depend on the number of GPUs."""
+    stop: EarlyStop = key(EarlyStop)
 
 
 @dataclass

@@ -41,7 +41,7 @@ from diffusion.monitoring import loggers as other_loggers
 from diffusion.monitoring.console import ConsoleLine
 from diffusion.monitoring.records import DrawingRecord, JsonlLog, RunRecord
 from diffusion.monitoring.sample_grid import SampleGrid
-from diffusion.monitoring.sample_scores import build_sample_scores
+from diffusion.monitoring.sample_scores import SampleScores, build_sample_scores
 from diffusion.monitoring.throughput import BadSamplesLog, EncodersLog, Goodput, LearningRate, Throughput
 from diffusion.online.pool import EncodedAhead, Pool
 from diffusion.online.start import open_pool, wait_for
@@ -370,6 +370,14 @@ def fit(trainer: Trainer, recipe: AnyRecipe, afterwards: Callable[[], object] = 
 
 def _saver(trainer: Trainer) -> CheckpointSaver:
     return next(callback for callback in trainer.state.callbacks if isinstance(callback, CheckpointSaver))
+
+
+def outcome(trainer: Trainer, recipe: Recipe) -> str:
+    """Return `trained to 850000ba`, or why the run ended before that."""
+    reason = next((one.stopped for one in trainer.state.callbacks if isinstance(one, SampleScores)), '')
+    if not reason:
+        return f'trained to {recipe.train.duration}'
+    return f'trained until its score no longer improved, to batch {trainer.state.timestamp.batch.value:,}: {reason}; raise it to train on'
 
 
 def finished(trainer: Trainer) -> bool:

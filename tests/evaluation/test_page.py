@@ -206,6 +206,17 @@ def test_neighbours_without_images_or_threshold(tmp_path):
     assert page.texts.count('no image') == 1
 
 
+def test_the_first_row_begins_with_the_worst_share_of_right_images(tmp_path):
+    result = write_evaluation(tmp_path / 'out', guidance=(3.0,), names=('clip',), num_pairs=0)
+    shares = {'right_place': 1.0, 'right_shape': 0.39, 'right_everything': 0.35}
+    result['scores'][0]['metrics'] |= {name: {'value': value, 'error': 0.02, 'lower_is_better': False} for name, value in shares.items()}
+    rewrite(tmp_path / 'out', result)
+    write_page([tmp_path / 'out'], tmp_path / 'page.html')
+    page = (tmp_path / 'page.html').read_text()
+    numbers = re.findall(r'<div class="number"><b>([^<]*)</b>([^<,]*)', page)
+    assert numbers == [('0.350', 'right everything'), ('0.390', 'right shape'), ('1.000', 'right place'), ('24.000', 'CLIP score')]
+
+
 def test_what_weakens_the_numbers_is_said(tmp_path):
     result = write_evaluation(tmp_path / 'one', samples=1000, extractors={'random-conv': 'f' * 64})
     result['scores'][0]['count'] = 640

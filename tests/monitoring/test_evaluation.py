@@ -1,5 +1,7 @@
 """Scores of drawn images during training: the same on any number of ranks, and training does not notice them."""
 
+import re
+
 import pytest
 import torch
 
@@ -8,14 +10,15 @@ from diffusion.common.stopwatch import EVENTS
 from diffusion.contracts.errors import DataError, EncoderError
 from diffusion.datasets.loader import eval_loader
 from diffusion.evaluation.features.networks import EMBEDDING, load_extractors
-from diffusion.evaluation.metrics.distances import kid
+from diffusion.evaluation.metrics.distances import kid, kid_error
 from diffusion.evaluation.metrics.figures import METRICS
 from diffusion.faults import preemption
-from diffusion.monitoring.report.run import read_log
-from diffusion.monitoring.sample_scores import HeldOut, repeated
+from diffusion.monitoring.report.run import Run, read_log
+from diffusion.monitoring.sample_scores import HeldOut, SampleScores, repeated
 from diffusion.monitoring.time_accounts import account, read_events
 from diffusion.recipe import RecipeError, catalog, load_recipe
-from diffusion.training.builder import build_model, build_trainer
+from diffusion.training.builder import build_model, build_trainer, finished, outcome
+from diffusion.training.builder import fit as builder_fit
 from tests.conftest import REPOSITORY
 from tests.faults.children import fit, ranks
 from tests.faults.driver import YAML
@@ -74,6 +77,79 @@ def test_a_resumed_run_has_the_scores_of_a_whole_one(on_latents, tmp_path):
     assert scores(tmp_path / 'whole') == scores(tmp_path / 'stopped')
 
 
+def test_scores_have_their_standard_error(on_latents, tmp_path, capsys):
+    """On the console, next to the score, and in the log; a Frechet distance has none."""
+    fit([*on_latents, *SCORED, f'run_folder={tmp_path}/run', 'eval.samples.metrics=[kid@random-conv,fid@random-conv]'])
+    recipe = load(on_latents, f'run_folder={tmp_path}/run', *SCORED)
+    model = build_model(recipe, torch.device('cpu'), resumes=True).eval()
+    model.network.load_state_dict(ema_weights(read_checkpoint(find_checkpoint(tmp_path / 'run'))))
+    held_out = HeldOut(eval_loader(recipe, model.encoders, 4).dataset, 16, model.encoders, tmp_path / 'elsewhere')
+    [network] = load_extractors(['random-conv'])
+    images = model.generate(held_out.captions(), 32, recipe.eval.samples.guidance, 2, 0, held_out.ids)
+    real, drawn = held_out.features(network)['random-conv'], network.images(images)['random-conv']
+    last = read_log(tmp_path / 'run/log.jsonl')[-1]
+    expected = kid_error(real, drawn, kid(real, drawn, 0), 0)
+    assert last[f'{KID}_error'] == pytest.approx(expected, rel=1e-6)
+    assert 'metrics/eval/fid/random-conv' in last
+    assert 'metrics/eval/fid/random-conv_error' not in last
+    printed = re.findall(r'^scores after batch (\d+): kid@random-conv ([-\d.]+) ± ([\d.]+), fid@random-conv [\d.]+$', capsys.readouterr().err, re.M)
+    assert [batch for batch, *_ in printed] == ['0', '2', '3']
+    assert float(printed[-1][1]) == pytest.approx(last[KID], rel=0.05)
+    assert float(printed[-1][2]) == pytest.approx(last[f'{KID}_error'], rel=0.05)
+
+
+def test_a_run_ends_when_its_score_no_longer_improves_and_does_not_train_on(on_latents, tmp_path, capsys):
+    """Weights that hardly move draw equal images: the second score is no better than that of the untrained model."""
+    stuck = [*on_latents, *SCORED, 'optimizer.lr=1e-30', 'train.duration=6ba', 'eval.samples.stop.metric=kid@random-conv']
+    impatient = [*stuck, 'eval.samples.stop.patience=1']
+
+    def run(overrides):
+        trainer, recipe = build_trainer(load(overrides)), load(overrides)
+        already = finished(trainer)
+        builder_fit(trainer, recipe)
+        return already, outcome(trainer, recipe), int(find_checkpoint(tmp_path / 'run').stem.removeprefix('ba'))
+
+    why = 'kid@random-conv has not improved on [-0-9.e]+, of batch 0, in 1 score \\(eval.samples.stop.patience: 1\\)'
+    already, ending, batch = run(impatient)
+    assert (already, batch) == (False, 2)
+    assert re.fullmatch(f'trained until its score no longer improved, to batch 2: {why}; raise it to train on', ending)
+    assert re.search(f'^early stop after batch 2: {why}$', capsys.readouterr().err, re.MULTILINE)
+    assert Run.read(tmp_path / 'run').state() == 'stopped early'
+    log = (tmp_path / 'run/log.jsonl').read_text()
+
+    assert run(impatient) == (True, ending, 2)  # the same command again
+    assert re.search('^early stop after batch 2: ', capsys.readouterr().err, re.MULTILINE)
+    assert (tmp_path / 'run/log.jsonl').read_text() == log
+    assert Run.read(tmp_path / 'run').state() == 'stopped early'
+
+    assert run([*stuck, 'eval.samples.stop.patience=2']) == (
+        False,
+        ending.replace('batch 2', 'batch 4').replace('1 score', '2 scores').replace(': 1)', ': 2)'),
+        4,
+    )
+    assert run([one for one in stuck if 'stop' not in one]) == (False, 'trained to 6ba', 6)
+    assert Run.read(tmp_path / 'run').state() == 'finished'
+
+
+@pytest.mark.parametrize(
+    ('values', 'lower', 'last'), [([5, 4, 3, 3.5, 3.2, 1], True, 4), ([1, 2, 3, 3, 4, 3, 2], False, 6), ([6, 5, 4, 3, 2, 1, 0], True, 6)]
+)
+def test_only_scores_in_a_row_end_a_run(values, lower, last, on_latents, tmp_path, monkeypatch):
+    """Better is what the metric says; an equal score is no improvement."""
+    given = iter(values)
+    monkeypatch.setattr(SampleScores, '_figures', lambda *_: {'kid@random-conv': ({'value': float(next(given))}, lower)})
+    stop = ['eval.samples.stop.metric=kid@random-conv', 'eval.samples.stop.patience=2']
+    fit([*on_latents, *SCORED, *stop, 'eval.samples.every=1ba', 'train.duration=6ba'])
+    assert list(scores(tmp_path / 'run')) == list(range(last + 1))
+
+
+@pytest.mark.long
+def test_ranks_stop_together(on_latents, tmp_path):
+    stop = ['optimizer.lr=1e-30', 'train.duration=6ba', 'eval.samples.stop.metric=kid@random-conv', 'eval.samples.stop.patience=1']
+    ranks(fit, [[[*on_latents, *SCORED, *stop, f'run_folder={tmp_path}/two', 'train.compile=null']]] * 2, tmp_path)
+    assert list(scores(tmp_path / 'two')) == [0, 2]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize('sharding', ['ddp', 'zero2'])
 def test_ranks_share_the_drawing(sharding, on_latents, tmp_path):
@@ -124,7 +200,10 @@ def test_real_features_are_computed_once_for_what_they_depend_on(on_latents, enc
 
 def test_names_that_recipes_may_use_are_those_of_the_evaluation():
     assert {
-        name: catalog.MetricRequirements(metric.extractor, metric.needs_captions, metric.needs_real) for name, metric in METRICS.items()
+        name: catalog.MetricRequirements(
+            metric.extractor, metric.needs_captions, metric.needs_real, tuple(metric.figures) if len(metric.figures) > 1 else ()
+        )
+        for name, metric in METRICS.items()
     } == catalog.METRICS
     assert {name: known.texts for name, known in EMBEDDING.items()} == catalog.EMBEDS_CAPTIONS
 

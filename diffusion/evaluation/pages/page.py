@@ -3,6 +3,7 @@
 Autoencoders have the same page, with their latents in place of neighbours. And scores as a table for the terminal.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +17,7 @@ from diffusion.common.text import counted, differences, leaves, markdown_table
 from diffusion.contracts.errors import InputError
 from diffusion.datasets.decode import ImageError, open_image
 from diffusion.evaluation.job.reconstructing import GAIN, difference
-from diffusion.evaluation.job.results import (
-    CEILING_TITLE,
-    FLOOR_TITLE,
-    MOST_PHOTOS,
-    AutoencoderRecord,
-    SampleRecord,
-)
+from diffusion.evaluation.job.results import CEILING_TITLE, FLOOR_TITLE, MOST_PHOTOS, AutoencoderRecord, SampleRecord
 from diffusion.evaluation.pages.comparing import (
     NOT_COMPARED,
     Group,
@@ -199,15 +194,16 @@ def _references(group: Group, measure: Measure) -> tuple[list[str], list[tuple[s
 
 
 def _headline(model: Scored) -> list[tuple[str, str]]:
-    """(label, value without its error) of the best of each measure over guidance."""
-    numbers = []
+    """(label, value without its error) of the best of each measure over guidance; first shares of right images, the worst at the beginning."""
+    numbers = list[tuple[float, str, str]]()
     for measure, curve in model.curves.items():
         if measure.has_curve and curve:
             guidance = (min if measure.lower_is_better else max)(curve, key=lambda scale: curve[scale]['value'])
             text = format_point(curve[guidance])  # `12.31 ± 0.12`; `(12 ± 4)e-6` stays whole
             label = measure.title if model.autoencoder is not None else f'{measure.title}, guidance\N{NO-BREAK SPACE}{guidance:g}'
-            numbers.append((label, text if text.startswith('(') else text.partition(' ')[0]))
-    return numbers
+            share = curve[guidance]['value'] if measure.kind.startswith(('right_', 'composition')) else math.inf
+            numbers.append((share, label, text if text.startswith('(') else text.partition(' ')[0]))
+    return [(label, text) for _, label, text in sorted(numbers, key=lambda number: number[0])]
 
 
 def _photos(models: Sequence[Scored]) -> list[tuple[str, int, list[InlineImage]]]:

@@ -18,8 +18,8 @@ from diffusion.evaluation.job.results import RESULT_NAME
 from diffusion.evaluation.pages.comparing import format_point, groups, read_models
 from diffusion.evaluation.pages.figures import over_batches
 from diffusion.monitoring.report.pictures import curves, generated, name_in_recipes, sample_grids, strips, time_bar
-from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, NOT_BEGUN, REMEDY, Run, format_value, read_if_present
-from diffusion.monitoring.time_accounts import propose, rows
+from diffusion.monitoring.report.run import EVAL_LOSS, GRAD_NORM, NOT_BEGUN, REMEDY, Run, format_value, read_if_present
+from diffusion.monitoring.time_accounts import EARLY, propose, rows
 from diffusion.recipe.averaging import coverage
 from diffusion.recipe.schema import Ema
 from diffusion.recipe.techniques import LEARNING_RATE
@@ -143,7 +143,7 @@ def verdict(run: Run, is_exported: bool) -> tuple[str, str, str]:
     if state == 'running':
         left = f'about {last["time/remaining_hours"]:.2f} h to go; ' if 'time/remaining_hours' in last else ''
         return 'running', f'Running: {done}', f'Nothing to do: {left}write this page again for later numbers.'
-    if state != 'finished':
+    if state not in ('finished', EARLY):
         saved = next((event['saved'] for event in reversed(run.events) if event.get('saved') is not None), 0)
         after = f'the checkpoint of batch {saved:,.0f}' if saved else 'the beginning: nothing was saved'
         return 'unsound', f'{state[:1].upper()}{state[1:]}: {done}', f'Run the same command again: it resumes from {after}.'
@@ -153,7 +153,10 @@ def verdict(run: Run, is_exported: bool) -> tuple[str, str, str]:
         advice = 'Export it: python -m diffusion.export RUN_FOLDER MODEL; then score and try it.'
     else:
         advice = 'Score it: python -m diffusion.evaluate MODEL --data IMAGES --out OUT. Try it: python -m diffusion.generate.'
-    return 'sound', f'Finished: {done}', advice
+    if state == EARLY:
+        patience = run.recipe['eval']['samples']['stop']['patience']
+        advice = f'Its score no longer improved; an eval.samples.stop.patience above {patience} lets it train on. {advice}'
+    return 'sound', f'{state.capitalize()}: {done}', advice
 
 
 def headline(run: Run, judged: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -166,6 +169,7 @@ def headline(run: Run, judged: Mapping[str, Any]) -> list[tuple[str, str]]:
     scores = sorted((judged[field], field) for field in Verdict.__annotations__ if field != 'num_images' and field in judged)
     return [
         *(('all five right' if field == 'everything' else f'right {field}', f'{share:.1%}') for share, field in scores),
+        *((f'{name_in_recipes(name)} of drawn images, the last', run.score_text(last, name)) for name in run.scores),
         ('batches', run.batches),
         ('images/s', format_value(last.get('throughput/images_per_sec'), '{:,.0f}')),
         *([('MFU', f'{last["throughput/mfu"]:.1%}')] if 'throughput/mfu' in last else []),
@@ -230,14 +234,15 @@ def software(run: Run) -> list[tuple[str, str]]:
 
 def evaluations(run: Run) -> tuple[list[str], list[list[str]]]:
     """Head and rows of the table of evaluations: batches down; the loss, scores of drawn images and losses by timestep across."""
-    found = {name for record in run.log for name in record if name.startswith(EVAL)}
-    names = sorted(found, key=lambda name: (name != EVAL_LOSS, name.startswith(EVAL_LOSS), name))
-    forms = {name: '{:.4f}' if name.startswith(EVAL_LOSS) else '{:.4g}' for name in names}  # a KID may be a hundred-thousandth
-    table = [
-        [f'{record["batch"]:,.0f}', *(form.format(record[name]) if name in record else '' for name, form in forms.items())]
-        for record in run.log
-        if any(name in record for name in names)
-    ]
+    losses = sorted(name for name in run.last if name.startswith(EVAL_LOSS))
+    names = [*losses[:1], *run.scores, *losses[1:]]
+
+    def cell(record: dict[str, float], name: str) -> str:
+        if name not in record:
+            return ''
+        return f'{record[name]:.4f}' if name in losses else run.score_text(record, name)
+
+    table = [[f'{record["batch"]:,.0f}', *(cell(record, name) for name in names)] for record in run.log if any(name in record for name in names)]
     return ['batch', *(name_in_recipes(name).replace('loss_t', 't ') for name in names)], table
 
 

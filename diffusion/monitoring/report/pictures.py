@@ -1,6 +1,7 @@
 """Pictures of a page about runs: curves over the batches (or the samples seen, where batches are not of one size), images, where the time went."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import add, sub
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +13,9 @@ from diffusion.common.files import open_regular, parse_json
 from diffusion.common.images import InlineImage, cells, to_inline
 from diffusion.common.pages import LIGHT, new_figure, page_style, svg
 from diffusion.contracts.errors import RunError
+from diffusion.evaluation.job.results import INTERVAL_ERRORS
 from diffusion.evaluation.pages.figures import DISTANCES
-from diffusion.monitoring.report.run import EVAL, EVAL_LOSS, GRAD_NORM, LOSS, REMEDY, Run
+from diffusion.monitoring.report.run import ERROR, EVAL, EVAL_LOSS, GRAD_NORM, LOSS, REMEDY, Run
 from diffusion.monitoring.time_accounts import Accounts
 from diffusion.recipe.techniques import LEARNING_RATE
 
@@ -48,7 +50,7 @@ def curves(runs: Mapping[str, Run]) -> list[tuple[Markup, str]]:
     """
     names = list(PANELS)
     logged = {name for run in runs.values() for record in run.log for name in record}
-    scores = sorted(name for name in logged if name.startswith(EVAL) and not name.startswith(EVAL_LOSS))
+    scores = sorted({name for run in runs.values() for name in run.scores})
     return [_panel(metric, runs) for metric in [*names[:2], *scores, *names[2:]] if metric in logged]
 
 
@@ -64,7 +66,7 @@ def _panel(metric: str, runs: Mapping[str, Run]) -> tuple[Markup, str]:
     with page_style():
         figure = new_figure(4.2, 2.5 if len(runs) == 1 else 2.5 + 0.2 * len(runs))
         axis = figure.subplots()
-        lowest, highest = 0.0, 0.0
+        lowest, highest, has_errors = 0.0, 0.0, False
         for index, (name, run) in enumerate(runs.items()):
             points = [(batch * (run.global_size if by_samples else 1), value * factor) for batch, value in run.points(metric)]
             if not points:
@@ -74,6 +76,10 @@ def _panel(metric: str, runs: Mapping[str, Run]) -> tuple[Markup, str]:
             colour, marker = f'C{index}', 'o' if len(points) < FEW_POINTS else ''
             smooth = metric in LOSSES and len(points) > SMOOTHED_POINTS
             axis.plot(positions, values, color=colour, marker=marker, markersize=4, linewidth=0.8 if smooth else 1.6, alpha=0.35 if smooth else 1)
+            if errors := dict(run.points(metric + ERROR)):
+                has_errors, reach = True, [INTERVAL_ERRORS * errors.get(batch, 0.0) for batch, _ in run.points(metric)]
+                axis.errorbar(positions, values, yerr=reach, color=colour, linestyle='', elinewidth=1, capsize=2.5)
+                lowest, highest = min(lowest, *map(sub, values, reach)), max(highest, *map(add, values, reach))
             if smooth:
                 axis.plot(positions, smoothed(values), color=colour, linewidth=1.8)
             if len(runs) > 1:
@@ -96,6 +102,7 @@ def _panel(metric: str, runs: Mapping[str, Run]) -> tuple[Markup, str]:
             figure.legend(loc='outside lower left', ncols=1, fontsize=8)
         kind = name_in_recipes(metric).partition('@')[0].partition(',')[0]
         caption = '' if metric in PANELS else 'Lower is better.' if kind in DISTANCES else 'Higher is better.'
+        caption += ' Bars: two standard deviations to either side.' if has_errors else ''
         return svg(figure, f'{title} over {"samples seen" if by_samples else "batches"}'), caption
 
 

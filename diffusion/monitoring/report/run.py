@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from diffusion.cost.encoders import encoder_row
 from diffusion.cost.formulas import SEC_PER_HOUR
 from diffusion.cost.prices import CostRow, Price, price_of_run
 from diffusion.evaluation.job.results import with_error
-from diffusion.monitoring.time_accounts import Accounts, account, read_events
+from diffusion.monitoring.time_accounts import EARLY, Accounts, account, read_events
 from diffusion.recipe import Duration, any_recipe_from_yaml
 from diffusion.recipe.schema import Cost, RayEncoders
 from diffusion.recipe.techniques import plain_name
@@ -28,6 +29,7 @@ from diffusion.recipe.techniques import plain_name
 T = TypeVar('T')
 LOSS, EVAL_LOSS, GRAD_NORM = 'loss/train/total', 'metrics/eval/loss', 'grad_norm'
 EVAL = 'metrics/eval/'  # begins the names of losses by timestep and of the scores of drawn images, too
+ERROR = '_error'  # ends the name of a score's error
 FINAL_SHARE = 0.1  # of the batches: one loss is noisy, and the mean of a whole run says nothing of its end
 NOT_MEASURED, NOT_BEGUN = 'not measured', 'not begun'
 SILENCE_SEC = 900  # without a line of events.jsonl, after which nothing runs: long enough to compile
@@ -101,6 +103,17 @@ class Run:
     def accounts(self) -> Accounts:
         return account(self.events)
 
+    @cached_property
+    def scores(self) -> list[str]:
+        """Names of the scores of drawn images in the log; shares of images come first, the worst at the beginning."""
+        names = sorted(name for name in self.last if name.startswith(EVAL) and not name.startswith(EVAL_LOSS) and not name.endswith(ERROR))
+        return sorted(names, key=lambda name: self.last[name] if name.startswith((f'{EVAL}right_', f'{EVAL}composition')) else math.inf)
+
+    @staticmethod
+    def score_text(record: dict[str, float], name: str) -> str:
+        """`0.012 ± 0.003`, if the record has the score's error."""
+        return with_error(record[name], record.get(name + ERROR))
+
     def points(self, metric: str) -> list[tuple[float, float]]:
         """(batch, value) of a metric, where it was logged."""
         return [(record['batch'], record[metric]) for record in self.log if metric in record]
@@ -136,7 +149,7 @@ class Run:
         last = self.events[-1]
         if last['event'] == 'end':
             reason = str(last.get('reason', 'stopped'))
-            return reason if reason in ('finished', 'stopped') else f'stopped {ENDS.get(reason, f"by {reason}")}'
+            return reason if reason in ('finished', 'stopped', EARLY) else f'stopped {ENDS.get(reason, f"by {reason}")}'
         times = [event['time'] for event in self.events if event['process'] == last['process']]
         patience_sec = max(SILENCE_SEC, 3 * max((later - earlier for earlier, later in pairwise(times)), default=0))
         return 'running' if time.time() - last['time'] < patience_sec else 'stopped without a word'

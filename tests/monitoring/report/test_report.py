@@ -90,12 +90,12 @@ def test_images_per_gpu_are_shown_for_several_gpus(num_gpus, shown, tmp_path, mo
 
 def test_scores_of_drawn_images_stand_next_to_the_losses(tmp_path, monkeypatch):
     scores = {'metrics/eval/kid/random-conv': -0.0000125, 'metrics/eval/clip': 21.5, 'metrics/eval/cmmd/random-conv_unbiased': 0.25}
-    log = [*LOG, {'batch': 300, **scores}]
+    log = [*LOG, {'batch': 300, **scores, 'metrics/eval/clip_error': 0.31}]
     run = write_run(tmp_path / 'run', 'eval.samples.every=300ba', 'eval.samples.metrics=[kid@random-conv,clip]', 'eval.every=10ba',
                     'eval.streams.held.local=/held', log=log)  # fmt: skip
     assert main(monkeypatch, run) == 0
     page = assert_stands_alone((run / 'report.html').read_text())
-    assert page.row('300') == [f'{0.7 / 30:.4f}', '21.5', '0.25', '-1.25e-05', f'{0.9 / 30:.4f}']
+    assert page.row('300') == [f'{0.7 / 30:.4f}', '21.50 ± 0.31', '0.25', '-1.25e-05', f'{0.9 / 30:.4f}']
     assert page.row('200')[1:4] == ['', '', '']
     assert page.row('batch') == ['loss', 'clip', 'cmmd@random-conv, unbiased', 'kid@random-conv', 't 000-099']
     assert 'almost the image. The other columns' in page.text
@@ -109,7 +109,32 @@ def test_scores_of_drawn_images_stand_next_to_the_losses(tmp_path, monkeypatch):
     captions = dict(
         re.findall(r'aria-label="([^"]*) of drawn images over batches.*?</svg>\s*<figcaption>([^<]*)<', (run / 'report.html').read_text(), re.DOTALL)
     )
-    assert captions == {'kid@random-conv': 'Lower is better.', 'cmmd@random-conv, unbiased': 'Lower is better.', 'clip': 'Higher is better.'}
+    assert captions == {
+        'kid@random-conv': 'Lower is better.',
+        'cmmd@random-conv, unbiased': 'Lower is better.',
+        'clip': 'Higher is better. Bars: two standard deviations to either side.',
+    }
+    assert '21.50 ± 0.31 clip of drawn images, the last' in page.text  # among the tiles
+
+
+def test_scores_during_training_are_the_first_tiles_and_the_worst_share_the_very_first(tmp_path, monkeypatch):
+    shares = {'metrics/eval/right_place': 1.0, 'metrics/eval/right_shape': 0.39, 'metrics/eval/right_everything': 0.35}
+    log = [*LOG, {'batch': 300, **shares, 'metrics/eval/right_shape_error': 0.06, 'metrics/eval/clip': 21.5}]
+    run = write_run(tmp_path / 'run', log=log)
+    assert main(monkeypatch, run) == 0
+    text = assert_stands_alone((run / 'report.html').read_text()).text
+    tiles = [f'{tile} of drawn images, the last' for tile in ('0.35 right_everything', '0.390 ± 0.060 right_shape', '1 right_place', '21.5 clip')]
+    places = [text.index(tile) for tile in [*tiles, '300 of 600 batches']]
+    assert places == sorted(places)
+
+
+def test_a_resumed_log_may_have_errors_of_its_later_scores_alone(tmp_path, monkeypatch):
+    score = 'metrics/eval/kid/random-conv'
+    run = write_run(tmp_path / 'run', log=[*LOG, {'batch': 300, score: 0.5}, {'batch': 400, score: 0.4, f'{score}_error': 0.02}])
+    assert main(monkeypatch, run) == 0
+    page = assert_stands_alone((run / 'report.html').read_text())
+    assert '0.5' in page.row('300')
+    assert '0.400 ± 0.020' in page.row('400')
 
 
 def test_prompts_stand_next_to_their_images(tmp_path, monkeypatch):
@@ -243,6 +268,8 @@ END = {'event': 'end', 'process': 'a', 'time': 1_700_000_200.0, 'batch': 300, 's
     [
         (None, None, '600ba', 'not begun', 'Not begun.'),
         ([{**END, 'reason': 'finished'}], None, '300ba', 'finished', 'Finished: batch 300 of 300, 100.0%. Export it: python -m diffusion.export'),
+        ([{**END, 'reason': 'stopped early', 'saved': 300}], None, '600ba', 'stopped early',
+         'Stopped early: batch 300 of 600, 50.0%. Its score no longer improved; an eval.samples.stop.patience above 5 lets it train on. Export it:'),
         ([{**END, 'reason': 'Preempted', 'saved': 250}], None, '600ba', 'stopped on request',
          'Stopped on request: batch 300 of 600, 50.0%. Run the same command again: it resumes from the checkpoint of batch 250.'),
         ([{**END, 'reason': 'ZeroDivisionError'}], None, '600ba', 'stopped by ZeroDivisionError', 'it resumes from the beginning: nothing was saved.'),
