@@ -38,6 +38,7 @@ from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
 from tests.conftest import NUM_IMAGES, REPOSITORY, RESOLUTION, read_json, run_here
 from tests.evaluation.networks import without_digest
+from tests.monitoring.report.pages import assert_stands_alone
 
 SHAPE = 'a small red circle at the left on a blue background'
 SAMPLES, CHUNK = 20, 8  # three chunks, the last one padded
@@ -103,6 +104,39 @@ def test_the_result_says_what_was_compared_and_how(scored, images):
     assert f'{found["scores"][0]["metrics"]["kid@random-conv"]["value"]:.2f}' in printed
     assert 'evaluation.html' in printed
     assert (out / 'evaluation.html').read_text().count('data:image') >= 10
+
+
+def test_metrics_of_prompts_need_no_real_images(base, clip_folder, tmp_path):
+    """As benchmarks of preferences draw: the scores are those of the same prompts next to real images."""
+    prompts = tmp_path / 'prompts.txt'
+    prompts.write_text('a red circle\na green square\n' * 8)
+    options = ('--prompts', prompts, '--weights', clip_folder.parent, '--guidance', 3, '--steps', 2)
+    out = tmp_path / 'out'
+    done = run_here('diffusion.evaluate', base, '--out', out, *options, '--metrics', 'clip')
+    found = read_json(out / 'evaluation.json')
+    assert found['real'] == {'where': '', 'identity': 'none', 'count': 0, 'left_out': ''}
+    assert (found['neighbours'], found['scores'][0]['count']) == (None, 16)
+    assert 'against' not in done.stdout
+    text = assert_stands_alone((out / 'evaluation.html').read_text()).text
+    assert 'real images none: scores of prompts' in text
+    assert 'compared with 0 real' not in text
+
+    both = tmp_path / 'both'
+    images = write_folder(tmp_path / 'real')
+    run_here('diffusion.evaluate', base, '--data', images, '--out', both, *options, '--metrics', 'clip')
+    assert read_json(both / 'evaluation.json')['scores'] == found['scores']
+
+    said = run_here('diffusion.evaluate', base, '--out', tmp_path / 'kid', *options, '--metrics', 'clip,kid@random-conv', code=2).stderr
+    assert 'kid@random-conv: compared with real images; name them as --data DATASET, or leave out these metrics' in said
+    said = run_here('diffusion.evaluate', base, '--out', out, *options, '--save-statistics', tmp_path / 'file.safetensors', code=2).stderr
+    assert 'name what to compare with: --data DATASET or --subject PHOTOS; for metrics of prompts --prompts FILE is enough' in said
+
+
+def write_folder(folder):
+    folder.mkdir()
+    for number in range(16):
+        Image.new('RGB', (RESOLUTION, RESOLUTION), (15 * number, 90, 200)).save(folder / f'{number:02d}.png')
+    return folder
 
 
 def test_an_image_depends_on_seed_and_id_alone(scored, base):

@@ -270,8 +270,7 @@ def load_open_clip(name: str, source: WeightsSource, weights: Path | None, downl
 def load_pickscore(name: str, source: WeightsSource, weights: Path | None, download: bool) -> FeatureNetwork:
     """Return PickScore (arXiv 2305.01569): CLIP ViT-H/14 tuned on choices of people between two images of a prompt.
 
-    The score is exp(logit_scale) times the cosine of image and prompt, by its weights' own scale; prompts are taken as they are, without a prefix.
-    Its model card says so: https://huggingface.co/yuvalkirstain/PickScore_v1.
+    The score is exp(logit_scale), of its weights, times the cosine of image and prompt without a prefix (README of yuvalkirstain/PickScore).
     """
     network = load_clip(name, source, weights, download)
     return _scoring(network, float(network.module.state_dict()['logit_scale'].exp()))

@@ -149,7 +149,7 @@ def _score(job: EvaluationJob) -> Evaluation:
         'digest': protocol.digest,
         'model': _model_record(job.model),
         'real': {
-            'where': request.data or str(request.subject),
+            'where': request.data or str(request.subject or ''),
             'identity': protocol.real['identity'],
             'count': protocol.real['count'],
             'left_out': real.images.text_of_left_out if isinstance(real, RealFeatures) else '',

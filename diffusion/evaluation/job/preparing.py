@@ -228,7 +228,10 @@ def _with_real(request: EvaluationRequest, cache: Path) -> DrawingTask:
     """Compare with the images or statistics that --data names."""
     metrics = {name: find_metric(name) for name in request.choice('metrics', DEFAULT_METRICS)}
     images = statistics = None
-    if request.data.endswith(SUFFIXES_OF_STATISTICS):
+    if not request.data:
+        if comparing := [name for name, metric in metrics.items() if metric.needs_real]:
+            raise InputError(f'{", ".join(comparing)}: compared with real images; name them as --data DATASET, or leave out these metrics')
+    elif request.data.endswith(SUFFIXES_OF_STATISTICS):
         statistics = read_statistics(Path(request.data))
         for name, metric in metrics.items():
             if metric.needs_real and metric.score is not METRICS['fid'].score:
@@ -258,8 +261,8 @@ def _with_real(request: EvaluationRequest, cache: Path) -> DrawingTask:
         networks.append(FALLBACK)
     described = {**source, 'sha256': _sha256_of(prompts)}
     if images is None:
-        assert statistics is not None
-        return DrawingTask(prompts, described, statistics.identity, networks, statistics=statistics, metrics=metrics)
+        real = {'kind': 'none', 'identity': 'none', 'count': 0} if statistics is None else statistics.identity
+        return DrawingTask(prompts, described, real, networks, statistics=statistics, metrics=metrics)
     ids = images.chosen(min(len(prompts), len(images)), request.seed)
     if len(ids) < MIN_IMAGES:
         raise InputError(f'{images.where}: holds {counted(len(ids), "image")}, too few to compare with; at least {MIN_IMAGES} are needed')

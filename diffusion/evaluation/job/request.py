@@ -131,8 +131,9 @@ class EvaluationRequest(Arguments):
     def _names_what_to_compare_with(self) -> Self:
         if self.page is not None:
             raise ValueError('--page is where --compare OUT OUT ... writes; an evaluation writes its own page, OUT/evaluation.html')
-        if not self.plan and bool(self.data) == (self.subject is not None):
-            raise ValueError('name what to compare with: --data DATASET, or --subject PHOTOS')
+        alone = self.prompts is not None and self.save_statistics is None  # what compares with prompts needs no more
+        if not self.plan and bool(self.data) == (self.subject is not None) and (self.data or not alone):
+            raise ValueError('name what to compare with: --data DATASET or --subject PHOTOS; for metrics of prompts --prompts FILE is enough')
         return self
 
     def choice(self, name: str, default: Any) -> Any:

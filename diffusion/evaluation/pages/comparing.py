@@ -212,7 +212,7 @@ def warnings(group: Group) -> list[str]:
         short = [f'{score["count"]:,} at guidance {score["guidance"]:g}' for score in model.result['scores'] if score['count'] != protocol['samples']]
         if short:
             found.append(f'{model.name}: the protocol asks for {counted(protocol["samples"], "image")}, drawn were {", ".join(short)}.')
-    if real['count'] != protocol['samples'] and protocol['real'].get('kind') != PHOTOS:
+    if real['where'] and real['count'] != protocol['samples'] and protocol['real'].get('kind') != PHOTOS:
         found.append(f'{counted(protocol["samples"], "drawn image")} are compared with {real["count"]:,} real ones: the counts differ.')
     for measure in (measure for measure in group.measures if protocol['samples'] < DIMENSIONS.get(measure.key, 0) and not group.of_autoencoders):
         found.append(

@@ -113,7 +113,8 @@ def table_of(out: Path) -> str:
         lines = [f'{images} of {px} of {where}']
     else:
         steps = f'{counted(result["protocol"]["steps"], "step")} of {result["protocol"]["sampler"]}'
-        lines = [f'{model.name}: {images} at each scale, {steps}, {px}', f'against {counted(result["real"]["count"], "real image")} of {where}']
+        lines = [f'{model.name}: {images} at each scale, {steps}, {px}']
+        lines += [f'against {counted(result["real"]["count"], "real image")} of {where}'] if where else []
     rows = [[row.title, row.note, *(f'{"≈ " if mark == "tied" else ""}{text}' for text, mark in row.cells)] for row in table.rows]
     grid = markdown_table([table.corner, ':', *(title for title, _ in table.columns)], rows)
     lines += [*warnings(group), '', grid, '', f'{ERRORS}.', one_line(model)]
@@ -318,7 +319,7 @@ def _about(model: Scored) -> list[tuple[str, str]]:
         ('SHA-256', result['model']['sha256']),
         *([(f'model {FLOOR_TITLE}', result['floor']['where'])] if 'floor' in result else []),
         ('trained for', 'not known' if batches is None else f'{batches:,} batches'),
-        ('real images', f'{result["real"]["count"]:,} in {result["real"]["where"]}'),
+        ('real images', f'{result["real"]["count"]:,} in {result["real"]["where"]}' if result['real']['where'] else 'none: scores of prompts'),
         ('evaluation', str(model.folder)),
         ('drawing', f'{result["seconds"] / 3600:.2f} h of all processes, {result["images_per_sec"]:.3g} images/s by each'),
         *environment,
