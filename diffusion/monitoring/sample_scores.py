@@ -166,7 +166,7 @@ class SampleScores(AtIntervals):
         best, stop = self.best, self.samples.stop
         if stop.metric is None or best.get('metric') != stop.metric or best['since'] < stop.patience:
             return ''
-        since = f'in {counted(best["since"], "score")} (eval.samples.stop.patience: {stop.patience})'
+        since = f'in {counted(best["since"], "score")}, eval.samples.stop.patience={stop.patience}'
         return f'{stop.metric} has not improved on {best["value"]:.4g}, of batch {best["batch"]:,}, {since}'
 
     def after_load(self, state: State, logger: Logger) -> None:

@@ -377,7 +377,7 @@ def outcome(trainer: Trainer, recipe: Recipe) -> str:
     reason = next((one.stopped for one in trainer.state.callbacks if isinstance(one, SampleScores)), '')
     if not reason:
         return f'trained to {recipe.train.duration}'
-    return f'trained until its score no longer improved, to batch {trainer.state.timestamp.batch.value:,}: {reason}; raise it to train on'
+    return f'trained until its score no longer improved, to batch {trainer.state.timestamp.batch.value:,} ({reason}; raise it to train on)'
 
 
 def finished(trainer: Trainer) -> bool:

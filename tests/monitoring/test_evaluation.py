@@ -109,10 +109,10 @@ def test_a_run_ends_when_its_score_no_longer_improves_and_does_not_train_on(on_l
         builder_fit(trainer, recipe)
         return already, outcome(trainer, recipe), int(find_checkpoint(tmp_path / 'run').stem.removeprefix('ba'))
 
-    why = 'kid@random-conv has not improved on [-0-9.e]+, of batch 0, in 1 score \\(eval.samples.stop.patience: 1\\)'
+    why = 'kid@random-conv has not improved on [-0-9.e]+, of batch 0, in 1 score, eval.samples.stop.patience=1'
     already, ending, batch = run(impatient)
     assert (already, batch) == (False, 2)
-    assert re.fullmatch(f'trained until its score no longer improved, to batch 2: {why}; raise it to train on', ending)
+    assert re.fullmatch(f'trained until its score no longer improved, to batch 2 \\({why}; raise it to train on\\)', ending)
     assert re.search(f'^early stop after batch 2: {why}$', capsys.readouterr().err, re.MULTILINE)
     assert Run.read(tmp_path / 'run').state() == 'stopped early'
     log = (tmp_path / 'run/log.jsonl').read_text()
@@ -124,7 +124,7 @@ def test_a_run_ends_when_its_score_no_longer_improves_and_does_not_train_on(on_l
 
     assert run([*stuck, 'eval.samples.stop.patience=2']) == (
         False,
-        ending.replace('batch 2', 'batch 4').replace('1 score', '2 scores').replace(': 1)', ': 2)'),
+        ending.replace('batch 2', 'batch 4').replace('1 score', '2 scores').replace('patience=1', 'patience=2'),
         4,
     )
     assert run([one for one in stuck if 'stop' not in one]) == (False, 'trained to 6ba', 6)
