@@ -264,7 +264,13 @@ class Facts:
     def encoder_flop(self) -> int | None:
         """Passes of the encoders in a step, for one sample: forward, and back where they have adapters."""
         encoders = self.counts.encoders
-        return None if encoders is None else encoders.text_flop + (encoders.vae_flop if self.encodes_images else 0)
+        return None if encoders is None else self.encodes_text * encoders.text_flop + self.encodes_images * encoders.vae_flop
+
+    @property
+    def encodes_text(self) -> bool:
+        """Whether steps encode captions: those of photos and drawn images are stored before the first one, unless text encoders are trained."""
+        streams, adapter = present(self.recipe.data.streams).values(), self.recipe.adapter
+        return not streams or (adapter is not None and adapter.text_encoders) or any(not (one.photos or one.drawn) for one in streams)
 
     @property
     def latent_bytes(self) -> int:
@@ -326,7 +332,8 @@ class Facts:
         trained, frozen = (counts.trained_parameters, counts.num_in_matrices), counts.num_parameters if recipe.adapter is not None else 0
         encoder_bytes = 0
         if encoders is not None:
-            encoder_bytes = (4 if recipe.train.precision == 'fp32' else 2) * encoders.text_parameters + 4 * encoders.vae_parameters
+            text_bytes = (4 if recipe.train.precision == 'fp32' else 2) * encoders.text_parameters * self.encodes_text
+            encoder_bytes = text_bytes + 4 * encoders.vae_parameters
 
         def held(accumulates: bool) -> dict[str, int]:
             state = state_bytes(recipe, *trained, cluster.num_gpus, cluster.gpus_per_node, accumulates, frozen)

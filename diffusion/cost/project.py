@@ -280,6 +280,8 @@ def _recipe_rows(phase: PhasePlan) -> Iterator[CostRow]:
             f'in each step, {passes}: text {encoders.text_flop / 1e9:,.1f} GFLOP ({encoders.text_parameters / 1e6:,.0f} million parameters){vae} '
             f'a sample; {(facts.encoder_flop or 0) / counts.flop:.1%} of the network, not in its MFU'
         )
+        if not facts.encodes_text:
+            text = f'none in a step: captions are encoded before the first one, by {encoders.text_parameters / 1e6:,.0f} million parameters'
     yield row('encoders', facts.encoder_flop, 'FLOP a sample', formula=text)
     yield row('text encoder', encoders and encoders.text_flop, 'FLOP a sample')
     yield row('VAE', encoders.vae_flop if encoders and facts.encodes_images else None, 'FLOP a sample')
