@@ -2,9 +2,9 @@
 
     python -m diffusion.stand_in FOLDER [--like sd2-base] [--vae EXPORT] [--words-of IMAGES] [--pipeline]
 
-For tests (`tiny`, `tiny-xl` with two text encoders, `tiny-t5`, `tiny-sd3` with three) and for measuring speed on a machine without the Hub
-(`sd2-base`, `sdxl-base`, `prx-600m`: the real sizes; `prx-600m-t5-xxl` is 19 GB, `sd35-medium` 23 GB). Their tokenizers know letters and no
-words: captions longer than 16 to 24 letters (the tiny ones), 77 or 256 are cut. Images made with untrained ones mean
+For tests (`tiny`, `tiny-xl` with two text encoders, `tiny-t5`, `tiny-sd3` with three, `tiny-z-image`) and for measuring speed on a machine without
+the Hub (`sd2-base`, `sdxl-base`, `prx-600m`: the real sizes; `prx-600m-t5-xxl` is 19 GB, `sd35-medium` 23 GB, `z-image` 16 GB). Their tokenizers
+know letters and no words: captions longer than 16 to 24 letters (the tiny ones), 77 or 256 are cut. Images made with untrained ones mean
 nothing; the folder's README says so. With --vae the VAE is a trained one, such as the export of diffusion.autoencoder, and with
 --words-of the tokenizer has a token for each word of the captions of an image MDS. With --pipeline the folder is a whole model,
 for trying out diffusion.generate and diffusion.evaluate.

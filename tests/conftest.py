@@ -123,15 +123,25 @@ def base_xl(encoders_xl_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     return write_base(tmp_path_factory.mktemp('base-xl'), 'tiny-xl', encoders_xl_folder)
 
 
-@pytest.fixture(scope='session')
-def base_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_stand_ins(network: str, parent: pytest.TempPathFactory) -> Path:
+    """A whole pipeline of a tiny random network and its stand-in encoders."""
     from data_prep.shapes import vocabulary
     from diffusion.encoders.random_encoders import write_stand_in
     from tests.families.published import write_base
 
-    encoders = tmp_path_factory.mktemp('encoders-sd3')
-    write_stand_in(encoders, 'tiny-sd3', words=vocabulary())
-    return write_base(tmp_path_factory.mktemp('base-sd3'), 'tiny-sd3', encoders)
+    encoders = parent.mktemp(f'encoders-{network}')
+    write_stand_in(encoders, network, words=vocabulary())
+    return write_base(parent.mktemp(f'base-{network}'), network, encoders)
+
+
+@pytest.fixture(scope='session')
+def base_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_stand_ins('tiny-sd3', tmp_path_factory)
+
+
+@pytest.fixture(scope='session')
+def base_z_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_stand_ins('tiny-z-image', tmp_path_factory)
 
 
 @pytest.fixture(scope='session')

@@ -30,10 +30,14 @@ from diffusion.recipe.keys import hub_source
 from diffusion.recipe.schema import Model
 
 WEIGHTS = 'diffusion_pytorch_model.safetensors'
+INDEX, SHARDS = f'{WEIGHTS}.index.json', 'diffusion_pytorch_model-*-of-*.safetensors'  # of a network that lies in several files
 # Entries of a sampler that say how its network was trained.
 OF_TRAINING = ('prediction_type', 'rescale_betas_zero_snr', 'shift', 'use_dynamic_shifting')
 # Entries of a network's configuration that change neither what its weights are nor what it computes from them, but for rounding.
-INDIFFERENT = ('sample_size', 'dropout', 'upcast_attention', 'scaling_factor', 'shift_factor', 'latents_mean', 'latents_std', 'force_upcast')
+INDIFFERENT = (
+    *('sample_size', 'dropout', 'upcast_attention', 'scaling_factor', 'shift_factor', 'latents_mean', 'latents_std', 'force_upcast'),
+    'axes_lens',  # how far a table of positions reaches
+)
 
 
 def base_of(recipe: Recipe) -> str:
@@ -49,11 +53,11 @@ def load_base(network: nn.Module, recipe: Recipe) -> DrawingSettings:
         CheckpointError: as `load_weights`; or the source has no network.
     """
     path = base_of(recipe)
-    part = f'{family_of(recipe.model.network).component}/{WEIGHTS}'
-    if recipe.load_path is None and Path(path).is_dir() and not (Path(path) / part).exists():
+    component = family_of(recipe.model.network).component
+    if recipe.load_path is None and Path(path).is_dir() and not _weight_files(Path(path, component)):
         raise CheckpointError(
-            f'model.encoders.source: {path} has no {part}, which the adapter would belong to; name a whole pipeline in the diffusers layout, or the '
-            'network with load_path'
+            f'model.encoders.source: {path} has no {component}/{WEIGHTS}, which the adapter would belong to; name a whole pipeline in the '
+            'diffusers layout, or the network with load_path'
         )
     key = 'load_path' if recipe.load_path is not None else 'model.encoders.source'
     try:
@@ -79,12 +83,11 @@ def load_weights(network: nn.Module, path: str, model: Model | None, key: str = 
         CheckpointError: it cannot be fetched or read, or holds another network.
     """
     component, objective = ('vae', None) if model is None else (family_of(model.network).component, build_objective(model))
-    part = f'{component}/{WEIGHTS}'
     settings = DrawingSettings()
-    with _local_copy(path, [part, f'{component}/config.json', SCHEDULER, 'model_index.json']) as local:
-        if (local / part).exists():
-            file = local / part
-            weights, what = _from_diffusers(network, local, file, path, objective, same_objective)
+    with _local_copy(path, [*(f'{component}/{name}' for name in (WEIGHTS, INDEX, SHARDS, 'config.json')), SCHEDULER, 'model_index.json']) as local:
+        files = _weight_files(local / component)
+        if files:
+            weights, what = _from_diffusers(network, local, files, path, objective, same_objective)
             settings = settings if objective is None else DrawingSettings.read(local)
         elif not local.exists():
             raise CheckpointError(
@@ -93,28 +96,39 @@ def load_weights(network: nn.Module, path: str, model: Model | None, key: str = 
             )
         else:
             try:
-                file = find_checkpoint(local)
-                state = read_checkpoint(file)
+                files = [find_checkpoint(local)]
+                state = read_checkpoint(files[0])
                 settings = DrawingSettings(zeros_for_empty(state))
                 weights, what = training_weights(state), f'batch {batches_trained(state):,}, weights as trained (not the EMA)'
             except CheckpointError as error:  # of a temporary copy, perhaps, whose name helps nobody
                 raise CheckpointError(f'load_path: {path}: {str(error).replace(str(local), path).removeprefix(f"{path}: ")}') from error
         load_strictly(network, weights, f'load_path: {path}')
         if dist.get_global_rank() == 0:
-            shown = path if path.endswith(file.name) else f'{path}, {file.relative_to(local) if file != local else file.name}'
-            print_message(f'{key}: starting from {shown}: {what}; SHA-256 {sha256_of(file)}')
+            names = ' and '.join(str(file.relative_to(local)) if file != local else file.name for file in files)
+            shown = path if path.endswith(files[0].name) else f'{path}, {names}'
+            print_message(f'{key}: starting from {shown}: {what}; SHA-256 {", ".join(map(sha256_of, files))}')
     return settings
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """Files of a network's weights in the diffusers layout: one, or those that its index lists; empty if there are none."""
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    listed = _json(folder / INDEX).get('weight_map')
+    return sorted({folder / Path(str(name)).name for name in listed.values()}) if isinstance(listed, dict) else []
+
+
 def _from_diffusers(
-    network: nn.Module, folder: Path, file: Path, path: str, objective: Objective | None, same_objective: bool
+    network: nn.Module, folder: Path, files: list[Path], path: str, objective: Objective | None, same_objective: bool
 ) -> tuple[dict[str, Tensor], str]:
     """The weights of a network in the diffusers layout, and what they are."""
-    _refuse_other_network(network, _json(file.with_name('config.json')), path)
-    try:
-        weights = load_file(file)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f'load_path: {file} is damaged: {error}') from error
+    _refuse_other_network(network, _json(files[0].with_name('config.json')), path)
+    weights = dict[str, Tensor]()
+    for file in files:
+        try:
+            weights |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f'load_path: {file} is damaged: {error}; download or export the folder again') from error
     exported = _json(folder / 'export.json')
     if exported:
         batches = exported.get('batches')
@@ -200,7 +214,7 @@ def _from_hub(name: str, commit: str, files: list[str]) -> Path:
         raise CheckpointError(
             f'load_path: {name} at commit {commit} cannot be fetched from the Hub: {problem or first_line(answer)}; {remedy}'
         ) from error
-    if not (folder / files[0]).exists():
+    if not _weight_files((folder / files[0]).parent):
         raise CheckpointError(f'load_path: {name} at commit {commit} has no {files[0]}: only safetensors are read')
     return folder
 

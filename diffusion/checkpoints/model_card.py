@@ -100,14 +100,15 @@ def _what(recipe: Recipe, merged: bool) -> str:
 def _use(recipe: Recipe, family: Family, facts: Mapping[str, Any], merged: bool) -> str:
     """A few lines of Python."""
     name, base, lines = family.pipeline_class.__name__, facts.get('base'), []
-    options = ''.join(f', {name}={value!r}' for name, value in family.pipeline_options.items())
+    options = family.call_options(facts['guidance'], resolution=facts['resolution']) | {'num_inference_steps': facts['steps']}
     if base is None or merged:
         lines.append(f'pipeline = {name}.from_pretrained("PATH_OR_ID_OF_THIS_MODEL")')
     else:
         revision = f', revision="{base["revision"]}"' if base['revision'] else ''
         lines.append(f'pipeline = {name}.from_pretrained("{base["source"]}"{revision})')
         lines.append(f'pipeline.load_lora_weights("PATH_OR_ID_OF_THIS_MODEL/{LORA.parent}", weight_name="{LORA.name}")  # offline it must be named')
-    image = f'image = pipeline("a prompt", guidance_scale={facts["guidance"]:g}, num_inference_steps={facts["steps"]}{options}).images[0]'
+    written = ', '.join(f'{name}={value:g}' if isinstance(value, float) else f'{name}={value!r}' for name, value in options.items())
+    image = f'image = pipeline("a prompt", {written}).images[0]'
     return '\n'.join([f'from diffusers import {name}', '', *lines, image])
 
 

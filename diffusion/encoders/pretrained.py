@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants, get_session
 from torch import Tensor
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen2Tokenizer
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -260,7 +260,8 @@ def model_type(source: str, revision: str | None, subfolder: str) -> str | None:
 
 
 def load_tokenizer(source: str, revision: str | None, subfolder: str, encoder: Any, kind: type = CLIPTokenizer) -> Any:
-    """Return a tokenizer of class `kind`, CLIP's or T5's, with `model_max_length` the tokens of a caption.
+    """Return a tokenizer of class `kind`, with `model_max_length` the tokens of a caption. Qwen's keeps that of a conversation: its pipelines say how
+    much of it they read.
 
     Args:
         encoder: configuration of the text encoder that reads its tokens.
@@ -284,6 +285,10 @@ def load_tokenizer(source: str, revision: str | None, subfolder: str, encoder: A
             f'{where}: the tokenizer has {len(tokenizer):,} tokens, the text encoder knows {encoder.vocab_size:,}; they do not belong together: '
             'take both from one folder'
         )
+    if issubclass(kind, Qwen2Tokenizer):
+        if not tokenizer.chat_template:
+            raise EncoderError(f'{where}: has no chat template, which captions are put into; copy chat_template.jinja from where it came')
+        return tokenizer
     length, positions = tokenizer.model_max_length, getattr(encoder, 'max_position_embeddings', LONGEST + 1)
     if type(length) is not int or not 2 <= min(length, positions) <= LONGEST:
         raise EncoderError(
@@ -340,6 +345,7 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
         [repr(added[number]) for number in sorted(added)],
         [str(getattr(tokenizer, f'{name}_token')) for name in ('bos', 'eos', 'unk', 'pad')],
         [tokenizer.model_max_length, tokenizer.padding_side, tokenizer.truncation_side],
+        *([tokenizer.chat_template] if tokenizer.chat_template else []),
     ]
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 

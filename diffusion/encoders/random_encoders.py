@@ -16,6 +16,8 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     PretrainedConfig,
+    Qwen2Tokenizer,
+    Qwen3Model,
     T5EncoderModel,
     T5Tokenizer,
     UMT5EncoderModel,
@@ -28,6 +30,13 @@ from diffusion.encoders.sizes import KINDS, PROJECTS
 
 END = '<|endoftext|>'
 T5_FAMILY = {'t5': T5EncoderModel, 'umt5': UMT5EncoderModel}
+NO_CLIPS = {**T5_FAMILY, 'qwen3': Qwen3Model}  # classes by `model_type`
+# Of Qwen3: what the user says, and the beginning of the answer, which thinks first unless told otherwise.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    '{% if add_generation_prompt %}<|im_start|>assistant\n'
+    '{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}'
+)
 PADS = (END, '!', END)  # of the published tokenizers: the first and the second of Stable Diffusion XL; T5's has its own
 
 
@@ -53,8 +62,8 @@ def vae_like(like: str) -> AutoencoderKL:
 
 def build_text_encoder(config: PretrainedConfig) -> Any:
     """A text encoder of the class that the configuration names, with random weights."""
-    if config.model_type in T5_FAMILY:
-        return T5_FAMILY[config.model_type](config)
+    if config.model_type in NO_CLIPS:
+        return NO_CLIPS[config.model_type](config)
     return (CLIPTextModelWithProjection if config.architectures == PROJECTS else CLIPTextModel)(config)
 
 
@@ -86,7 +95,7 @@ def _text_configs(like: str) -> dict[str, PretrainedConfig]:
         return {name: _config(sizes) for name, sizes in KINDS[like].items() if name != 'vae'}
     folders = sorted(folder.name for folder in Path(like).glob('text_encoder*'))
     found = {folder: model_type(like, None, folder) for folder in folders}
-    return {folder: load_config(AutoConfig if kind in T5_FAMILY else CLIPTextConfig, like, None, folder) for folder, kind in found.items()}
+    return {folder: load_config(AutoConfig if kind in NO_CLIPS else CLIPTextConfig, like, None, folder) for folder, kind in found.items()}
 
 
 def _config(sizes: Mapping[str, Any], **more: Any) -> PretrainedConfig:
@@ -95,14 +104,14 @@ def _config(sizes: Mapping[str, Any], **more: Any) -> PretrainedConfig:
 
 
 def _keep_words_apart(text_encoder: Any) -> None:
-    """Give CLIP's embeddings of tokens and positions a standard deviation of 1, as T5's tokens have.
+    """Give CLIP's embeddings of tokens and positions, and Qwen's of tokens, a standard deviation of 1, as T5's tokens have.
 
     CLIP starts them at 0.02, so that random layers, which mix all tokens, drown them: for the demo's captions the word for the shape then makes 6 %
     of the variance of its own token's output, that for the place 3 %; with 1 it is 32 and 45 %.
     """
     with torch.no_grad():
         for name, weight in text_encoder.named_parameters():
-            if name.endswith(('token_embedding.weight', 'position_embedding.weight')):
+            if name.endswith(('token_embedding.weight', 'position_embedding.weight', 'embed_tokens.weight')):
                 weight.div_(weight.std())
 
 
@@ -141,6 +150,22 @@ def build_t5_tokenizer(folder: Path, words: Sequence[str], length: int) -> T5Tok
     return made
 
 
+def build_chat_tokenizer(folder: Path, words: Sequence[str]) -> Qwen2Tokenizer:
+    """A tokenizer of Qwen's class, with its chat template, one token for each of `words` after a space, and single bytes for everything else."""
+    vocabulary, merges = dict.fromkeys(bytes_to_unicode().values()), dict[tuple[str, str], None]()
+    for word in words:
+        begun = '\u0120'  # a space: merges that begin with it cannot disturb other words
+        for letter in word:
+            merges[begun, letter] = None
+            begun += letter
+            vocabulary[begun] = None
+    special = ['<|im_start|>', '<|im_end|>', '<think>', '</think>']
+    made = Qwen2Tokenizer({token: i for i, token in enumerate(vocabulary)}, [*merges], extra_special_tokens=special, model_max_length=131072)
+    made.chat_template = CHAT_TEMPLATE
+    made.save_pretrained(folder)
+    return made
+
+
 def write_stand_in(folder: Path, kind: str = 'tiny', words: Sequence[str] = (), seed: int = 0, vae: AutoencoderKL | None = None) -> None:
     """Write `vae/`, `text_encoder/` and `tokenizer/`, or several of the latter (`_2`, `_3`), that `FrozenEncoders.load` reads.
 
@@ -152,8 +177,10 @@ def write_stand_in(folder: Path, kind: str = 'tiny', words: Sequence[str] = (), 
     text_encoders = {name: sizes for name, sizes in KINDS[kind].items() if name != 'vae'}
     for (name, sizes), pad in zip(text_encoders.items(), PADS, strict=False):
         tokenizer_folder = folder / name.replace('text_encoder', 'tokenizer')
-        tokenizer: CLIPTokenizer | T5Tokenizer
-        if 'model_type' in sizes:
+        tokenizer: CLIPTokenizer | T5Tokenizer | Qwen2Tokenizer
+        if sizes.get('model_type') == 'qwen3':
+            tokenizer = build_chat_tokenizer(tokenizer_folder, words)
+        elif 'model_type' in sizes:
             tokenizer = build_t5_tokenizer(tokenizer_folder, words, sizes['n_positions'])
         else:
             tokenizer = build_tokenizer(tokenizer_folder, words, sizes['max_position_embeddings'], pad)

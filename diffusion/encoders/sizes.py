@@ -17,12 +17,20 @@ def _t5(width: int, head_width: int, mlp_width: int, layers: int, heads: int, le
     return {'model_type': 't5', **sizes, 'feed_forward_proj': 'gated-gelu', 'n_positions': length, **more}
 
 
+def _qwen3(width: int, mlp_width: int, layers: int, heads: int, key_heads: int, head_width: int, **more: Any) -> dict[str, Any]:
+    """Arguments of transformers' Qwen3Config."""
+    sizes = {'hidden_size': width, 'intermediate_size': mlp_width, 'num_hidden_layers': layers}
+    heads_of = {'num_attention_heads': heads, 'num_key_value_heads': key_heads, 'head_dim': head_width}
+    return {'model_type': 'qwen3', **sizes, **heads_of, 'max_position_embeddings': 40960, 'tie_word_embeddings': True, **more}
+
+
 TINY_VAE = {'block_out_channels': (8, 16, 16), 'layers_per_block': 1, 'norm_num_groups': 4, 'sample_size': 32, 'scaling_factor': 0.5}
 STABLE_DIFFUSION_VAE = {'block_out_channels': (128, 256, 512, 512), 'layers_per_block': 2, 'norm_num_groups': 32}
 FLUX_VAE = STABLE_DIFFUSION_VAE | {'latent_channels': 16, 'sample_size': 1024, 'scaling_factor': 0.3611, 'shift_factor': 0.1159}
 FLUX_VAE |= {'use_quant_conv': False, 'use_post_quant_conv': False}
 OPENCLIP_H = _clip(1024, 4096, 23, 16, projection_dim=512, vocab_size=49408)  # Stable Diffusion 2's
 T5_XXL = _t5(4096, 64, 10240, 24, 64, 256, vocab_size=32128)
+QWEN3_4B = _qwen3(2560, 9728, 36, 32, 8, 128, vocab_size=151936)
 CLIP_L = _clip(768, 3072, 12, 12, 'quick_gelu', projection_dim=768, vocab_size=49408)
 OPENCLIP_BIGG = _clip(1280, 5120, 32, 20, projection_dim=1280, vocab_size=49408, architectures=PROJECTS)
 
@@ -57,8 +65,11 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
         'text_encoder_2': OPENCLIP_BIGG,
         'text_encoder_3': T5_XXL,
     },
+    'tiny-z-image': {'vae': {**TINY_VAE, 'shift_factor': 0.25}, 'text_encoder': _qwen3(48, 64, 3, 4, 2, 16)},
+    'z-image': {'vae': FLUX_VAE, 'text_encoder': QWEN3_4B},
     'prx-600m': {'vae': FLUX_VAE, 'text_encoder': OPENCLIP_H},
     'prx-600m-t5-xxl': {'vae': FLUX_VAE, 'text_encoder': T5_XXL},
 }
 """`vae`, `text_encoder` and perhaps `text_encoder_2` and `_3`: arguments of diffusers' and transformers' configurations, and `model_type` of
-a text encoder that is no CLIP; tokens of a caption are its `max_position_embeddings`, or T5's `n_positions`."""
+a text encoder that is no CLIP; tokens of a caption are its `max_position_embeddings`, or T5's `n_positions`, unless the family's class of text
+encoders says how many."""

@@ -12,6 +12,9 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     PreTrainedTokenizerBase,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -36,6 +39,7 @@ class TextKind(NamedTuple):
 CLIP = TextKind(CLIPTextModel, CLIPTextConfig, CLIPTokenizer)
 PROJECTED_CLIP = CLIP._replace(model=CLIPTextModelWithProjection)
 T5 = TextKind(T5EncoderModel, T5Config, T5Tokenizer)
+QWEN3 = TextKind(Qwen3Model, Qwen3Config, Qwen2Tokenizer)
 NUMBERS = ('', '_2', '_3')  # ends of the names of their folders
 
 
@@ -46,15 +50,26 @@ class TokenizePadded:
         tokenizers: by text encoder.
         lengths: tokens of a caption, in their order.
         masked: also give `NAME_mask` (B, length) bool, True at the caption's own tokens with their begin and end.
+        chat: options of the tokenizers' chat template, in which a caption is what the user says; None: they read the caption as it is.
     """
 
-    def __init__(self, tokenizers: Mapping[str, PreTrainedTokenizerBase], lengths: Sequence[int], masked: bool = False):
-        self.tokenizers, self.lengths, self.masked = tokenizers, lengths, masked
+    def __init__(
+        self,
+        tokenizers: Mapping[str, PreTrainedTokenizerBase],
+        lengths: Sequence[int],
+        masked: bool = False,
+        chat: Mapping[str, Any] | None = None,
+    ):
+        self.tokenizers, self.lengths, self.masked, self.chat = tokenizers, lengths, masked, chat
 
     def __call__(self, captions: Sequence[str]) -> dict[str, Tensor]:
         tokens = {}
         for (name, tokenizer), length in zip(self.tokenizers.items(), self.lengths, strict=True):
-            found = tokenizer(list(captions), padding='max_length', truncation=True, max_length=length, return_attention_mask=self.masked)
+            texts: Any = list(captions)
+            if self.chat is not None:
+                said = [[{'role': 'user', 'content': caption}] for caption in captions]
+                texts = [tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True, **self.chat) for each in said]
+            found = tokenizer(texts, padding='max_length', truncation=True, max_length=length, return_attention_mask=self.masked)
             # Asked for tensors, transformers flattens the lists number by number in Python.
             tokens[name] = torch.from_numpy(np.array(found['input_ids'], np.int64))
             if self.masked:
@@ -78,6 +93,7 @@ class TextEncoders:
 
     kinds: ClassVar[Sequence[TextKind]] = (CLIP,)
     masked: ClassVar[bool] = False  # the encoder and the network's attention leave padding out
+    chat: ClassVar[Mapping[str, Any] | None] = None  # see TokenizePadded
     layers: ClassVar[Mapping[int, tuple[int, str]]] = {}  # by width: how many config.json has to say, and what they are
     pooled_width: int | None = None
 
@@ -90,7 +106,7 @@ class TextEncoders:
             for config, tokenizer in zip(configs, tokenizers, strict=True)
         ]
         self.lengths, self.length, self.width = self.joined(limits, [config.hidden_size for config in configs])
-        self.tokenize = TokenizePadded(dict(zip(self.parts, tokenizers, strict=True)), self.lengths, self.masked)
+        self.tokenize = TokenizePadded(dict(zip(self.parts, tokenizers, strict=True)), self.lengths, self.masked, self.chat)
         for name, config in zip(self.parts, configs, strict=True):
             layers, meaning = self.layers.get(config.hidden_size, (config.num_hidden_layers, ''))
             if config.num_hidden_layers != layers:
@@ -225,6 +241,29 @@ class ClipPairAndT5(ClipPair):
         of_clips = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
         text = torch.cat([torch.nn.functional.pad(of_clips, (0, of_t5.shape[-1] - of_clips.shape[-1])), of_t5], dim=1)
         return Conditioning(text, pooled=torch.cat([first.text_embeds, second.text_embeds], dim=-1))
+
+
+class Qwen3Chat(TextEncoders):
+    """Z-Image's: a language model that reads a caption as what the user says, in its chat template, up to where the answer would begin. Of that the
+    network reads what the last layer but one leaves, without padding; ZImagePipeline cuts it after 512 tokens, whatever the tokenizer says."""
+
+    kinds = (QWEN3,)
+    masked = True
+    chat: ClassVar = {'enable_thinking': True}
+    states: ClassVar[Sequence[int]] = (-2,)  # which of its hidden states are read, next to each other; 0 is the embedding
+    num_tokens: ClassVar[int] = 512
+
+    @classmethod
+    def joined(cls, limits: Sequence[int], widths: Sequence[int]) -> tuple[list[int], int, int]:
+        return [cls.num_tokens], cls.num_tokens, len(cls.states) * sum(widths)
+
+    def encode(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        part = self.parts['text_encoder']
+        module = part.module
+        ids, mask = (tokens[name].to(part.device) for name in ('text_encoder', 'text_encoder_mask'))
+        with part.computing():
+            states = module(ids, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states
+        return Conditioning(torch.cat([states[number] for number in self.states], dim=-1), mask)
 
 
 class MaskedClip(TextEncoders):

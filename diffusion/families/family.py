@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from diffusion.contracts.batch import GEOMETRY, Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.text import TextEncoders
+from diffusion.objectives.objective import Denoise
 
 Config = Mapping[str, Any]
 """Configuration of a network: its file in networks/, in diffusers' own terms, without the keys that only this project reads."""
@@ -36,6 +37,9 @@ class Family(ABC):
     pipeline_batch: images that one call of the pipeline can draw; None for any number.
     adds_shift: the pipeline adds the VAE's `shift_factor` to latents before it decodes them.
     pipeline_options: further arguments of such a call.
+    no_guidance: the pipeline's guidance_scale that is none; 1 in this project, as in most.
+    default_px: side that the pipeline draws, where neither its network nor its model_index.json says so.
+    counted_batch: samples of the step in which activations are counted without data: so many that these decide where the peak is, not the gradients.
     tags: of an exported model's card on the Hub.
     older_adapters: readers expect its adapters under the names that diffusers had before peft, and other programs under kohya's; those of newer
         networks have peft's names everywhere.
@@ -60,6 +64,9 @@ class Family(ABC):
     pipeline_batch: ClassVar[int | None] = None
     adds_shift: ClassVar[bool] = False
     pipeline_options: ClassVar[Mapping[str, Any]] = {}
+    no_guidance: ClassVar[float] = 1.0
+    default_px: ClassVar[int | None] = None
+    counted_batch: ClassVar[int] = 1024
     tags: ClassVar[tuple[str, ...]] = ()
     older_adapters: ClassVar[bool] = False
     adapter_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -102,6 +109,22 @@ class Family(ABC):
         text = {name: part.module for name, part in encoders.text.parts.items()}
         parts = {'vae': encoders.vae.module, **text, **encoders.text.tokenizers, self.component: network, 'scheduler': scheduler}
         return self.pipeline_class(**parts, **settings)
+
+    def call_options(self, guidance: float, size: tuple[int, int] | None = None, resolution: int | None = None) -> dict[str, Any]:
+        """Arguments of a call of the pipeline.
+
+        Args:
+            size: (width, height) in pixels; None for the model's own.
+            resolution: side of what the model was trained on, if that is known.
+        """
+        if size is None and self.default_px:
+            size = (resolution or self.default_px,) * 2
+        sized = {} if size is None else {'width': size[0], 'height': size[1]}
+        return {'guidance_scale': guidance - 1 + self.no_guidance, **sized, **self.pipeline_options}
+
+    def sample(self, objective: Any, denoise: Denoise, noise: Tensor, steps: int) -> Tensor:
+        """Latents (B, C, h, w) float32 from `noise` as its pipeline draws them; here as the objective's sampler does by itself."""
+        return objective.sample(denoise, noise, steps)
 
     def token_blocks(self, network: Any) -> Sequence[nn.Module]:
         """The blocks through which the image's tokens pass one after another, as (B, L, D)."""

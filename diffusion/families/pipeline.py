@@ -46,6 +46,7 @@ NUM_NAMED = 7  # classes or parts that a message names
 ALIASES = {  # names that published folders, and those of transformers 4, give to what a family has
     'CLIPFeatureExtractor': 'CLIPImageProcessor',
     'CLIPTokenizerFast': 'CLIPTokenizer',
+    'Qwen2TokenizerFast': 'Qwen2Tokenizer',
     'T5TokenizerFast': 'T5Tokenizer',
 }
 SCHEDULER = 'scheduler/scheduler_config.json'
@@ -146,8 +147,9 @@ def generate(
     """
     pipeline, family = open_model(model, base, precision)
     guidance, steps = settings_of(model, guidance, steps)
+    resolution = facts_of(model).get('resolution')
     for batch, seeds in tqdm(passes(family, prompts, seed, batch_size), desc='generate', unit='batch'):
-        yield from draw(pipeline, family, batch, seeds, guidance, steps, size)
+        yield from draw(pipeline, family, batch, seeds, guidance, steps, size, resolution)
 
 
 def passes(family: Family, prompts: Sequence[str], seed: int, batch_size: int) -> list[tuple[Sequence[str], range]]:
@@ -223,12 +225,14 @@ def draw(
     guidance: float,
     steps: int,
     size: tuple[int, int] | None = None,
+    resolution: int | None = None,
     on_step: Callable[[int], object] | None = None,
 ) -> list[Image.Image]:
     """One image a prompt, each from the noise of its seed; all in one pass, of at most `family.pipeline_batch`.
 
     Args:
         size: (width, height) in pixels; by default the model's own.
+        resolution: side of what it was trained on, for a pipeline that does not know it.
         on_step: called after each step of the sampler with the number of steps done; an exception that it raises ends the drawing.
     """
 
@@ -240,11 +244,9 @@ def draw(
     return pipeline(
         list(prompts),
         num_inference_steps=steps,
-        guidance_scale=guidance,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],  # the CPU's: the same noise on any device
         callback_on_step_end=after_step,
-        **({} if size is None else {'width': size[0], 'height': size[1]}),
-        **family.pipeline_options,
+        **family.call_options(guidance, size, resolution),
     ).images
 
 

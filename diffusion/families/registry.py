@@ -18,6 +18,7 @@ from diffusion.families.prx import Prx
 from diffusion.families.sd2 import StableDiffusion2
 from diffusion.families.sd3 import StableDiffusion3
 from diffusion.families.sdxl import StableDiffusionXL
+from diffusion.families.z_image import ZImage
 from diffusion.methods.method import MethodContext, Target, TrainingMethod, attach
 from diffusion.recipe import Recipe, RecipeError
 from diffusion.recipe.rules import PIXELS_PER_LATENT, TEXT_LENGTH
@@ -25,7 +26,13 @@ from diffusion.recipe.schema import Adapter
 from diffusion.recipe.techniques import Methods, switched_on
 
 NO_METHODS = Methods()
-FAMILIES: dict[str, Family] = {'sd2': StableDiffusion2(), 'sdxl': StableDiffusionXL(), 'sd3': StableDiffusion3(), 'prx': Prx()}
+FAMILIES: dict[str, Family] = {
+    'sd2': StableDiffusion2(),
+    'sdxl': StableDiffusionXL(),
+    'sd3': StableDiffusion3(),
+    'z-image': ZImage(),
+    'prx': Prx(),
+}
 
 
 def family_of(network: str) -> Family:

@@ -104,7 +104,8 @@ def put_drawn(drawn: Drawn, recipe: Recipe, folder: Path) -> None:
                 pipeline = base.pipeline()
             start = random.randrange(len(missing))
             chosen = (missing[start:] + missing[:start])[:at_once]
-            images = draw(pipeline, base.family, [prompts[i] for i in chosen], [drawn.seed + i for i in chosen], drawn.guidance, drawn.steps)
+            how = drawn.guidance, drawn.steps, None, recipe.data.resolution
+            images = draw(pipeline, base.family, [prompts[i] for i in chosen], [drawn.seed + i for i in chosen], *how)
             for i, image in zip(chosen, images, strict=True):
                 with scratch_for(cache) as scratch:
                     save_png(image, scratch / _name(i), {DIGEST: _digest(image)})

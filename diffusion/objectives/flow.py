@@ -40,13 +40,8 @@ class Flow(Objective):
     def noised(self, latents: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         return add_noise(latents, noise, t), velocity(latents, noise)
 
-    @torch.no_grad()
     def sample(self, denoise: Denoise, noise: Tensor, steps: int) -> Tensor:
-        """Euler's method."""
-        latents = noise.float()
-        for t, following in itertools.pairwise(sampling_times(steps, self.settings.shift).to(latents.device)):
-            latents = latents + (following - t) * denoise(latents, t.expand(len(latents))).float()
-        return latents
+        return euler(denoise, noise, sampling_times(steps, self.settings.shift))
 
     def scheduler(self) -> FlowMatchEulerDiscreteScheduler:
         return FlowMatchEulerDiscreteScheduler(num_train_timesteps=NUM_TRAIN_TIMESTEPS, shift=self.settings.shift)
@@ -54,6 +49,15 @@ class Flow(Objective):
     def describe(self) -> str:
         flow = self.settings
         return f'rectified flow, logit-normal({flow.mean:g}, {flow.std:g}) with {flow.uniform_share:.0%} uniform, shift {flow.shift:g}'
+
+
+@torch.no_grad()
+def euler(denoise: Denoise, noise: Tensor, times: Tensor) -> Tensor:
+    """Latents (B, C, h, w) float32 by Euler's method, from noise of the same shape along times that fall from 1 to 0."""
+    latents = noise.float()
+    for t, following in itertools.pairwise(times.to(latents.device)):
+        latents = latents + (following - t) * denoise(latents, t.expand(len(latents))).float()
+    return latents
 
 
 def add_noise(latents: Tensor, noise: Tensor, t: Tensor) -> Tensor:

@@ -201,8 +201,8 @@ class ImageServer:
             for number, (prompts, seeds) in enumerate(batches):
                 after_step(number, 0)
                 try:
-                    on_each = partial(after_step, number)
-                    images += draw(model.pipeline, model.family, prompts, seeds, request.guidance, request.steps, request.size, on_each)
+                    how = request.guidance, request.steps, request.size, model.resolution, partial(after_step, number)
+                    images += draw(model.pipeline, model.family, prompts, seeds, *how)
                 except torch.OutOfMemoryError as error:
                     torch.cuda.empty_cache()
                     raise InputError(

@@ -214,7 +214,7 @@ class TextToImage(ComposerModel):
             ):
                 denoise = guided(self.denoise, prompted, unprompted, guidance)
                 if self.scheduler is None:
-                    latents = self.objective.sample(denoise, part, steps)
+                    latents = self.family.sample(self.objective, denoise, part, steps)
                 else:
                     own = [torch.Generator().manual_seed(seed + i) for i in ids[number * GENERATE_BATCH :][: len(part)]]
                     latents = sample_with(self.scheduler, denoise, part, steps, own)

@@ -14,8 +14,18 @@ from diffusers import (
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5Tokenizer
+from transformers import (
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    Qwen2Tokenizer,
+    Qwen3Model,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 from diffusion.families.networks import find_network
 
@@ -40,8 +50,17 @@ PUBLISHED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         {'text_encoder': CLIPTextModelWithProjection, **SECOND_CLIP, 'text_encoder_3': T5EncoderModel, 'tokenizer_3': T5Tokenizer},
         {},
     ),
+    'z-image': (
+        ZImagePipeline,
+        FlowMatchEulerDiscreteScheduler(shift=6.0),
+        {'text_encoder': Qwen3Model, 'tokenizer': Qwen2Tokenizer},
+        {},
+    ),
 }
 """Pipeline, scheduler_config.json, classes of its text encoders and tokenizers, and further arguments, by family."""
+
+
+TRANSFORMERS = {'sd3': SD3Transformer2DModel, 'z-image': ZImageTransformer2DModel}
 
 
 def write_base(folder: Path, network: str, encoders_folder: Path) -> Path:
@@ -50,8 +69,11 @@ def write_base(folder: Path, network: str, encoders_folder: Path) -> Path:
     kind, sampler, texts, others = PUBLISHED[named.family]
     parts = {name: each.from_pretrained(encoders_folder, subfolder=name) for name, each in {'vae': AutoencoderKL, **texts}.items()}
     torch.manual_seed(0)
-    if named.family == 'sd3':
-        parts['transformer'] = SD3Transformer2DModel(**named.config)
+    if named.family in TRANSFORMERS:
+        transformer = parts['transformer'] = TRANSFORMERS[named.family](**named.config)
+        for name, weight in transformer.named_parameters():
+            if name.endswith('pad_token'):  # zeros in diffusers until they are trained
+                torch.nn.init.normal_(weight)
     else:
         parts['unet'] = UNet2DConditionModel(**{**named.config, 'sample_size': 8})
     kind(scheduler=sampler, **parts, **others).save_pretrained(folder)

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-from peft import LoraConfig, get_peft_model_state_dict
-from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.checkpoints.exporting import export
@@ -13,7 +11,6 @@ from diffusion.contracts.errors import CheckpointError, EncoderError
 from diffusion.datasets.keyed_random import Draw, normal
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.networks import find_network
-from diffusion.families.pipeline import open_model
 from diffusion.families.registry import FAMILIES, build_network, family_of, training_flops
 from diffusion.objectives.flow import times
 from diffusion.recipe import RecipeError, load_recipe
@@ -22,11 +19,10 @@ from diffusion.training.builder import build_model, build_trainer
 from diffusion.training.machine import compile_network
 from diffusion.training.model import TextToImage
 from tests.conftest import REPOSITORY, run_here
+from tests.families.dreambooth import CLOSE, PROMPTS, adapter_recipe, compare_adapter_steps, compare_images_of_adapter
 
 FAMILY, CONFIG = FAMILIES['sd3'], find_network('tiny-sd3').config
 FLOW = FlowSettings(uniform_share=0.0, shift=3.0)  # the published model's, and the script's defaults
-PROMPTS = ['a small red circle at the left on a blue background', 'a cyan square']
-CLOSE = {'rtol': 1e-5, 'atol': 1e-5}
 
 
 @pytest.fixture(scope='module')
@@ -137,94 +133,35 @@ def test_plain_diffusers_draws_what_our_sampler_draws(plain, model, guidance):
     """Several prompts at once, in the published pipeline with its own sampler."""
     model.eval()
     noise = normal(5, torch.tensor([[0, 0, 0], [0, 1, 0]]), Draw.NOISE, (4, 8, 8))
-    images = plain(PROMPTS, latents=noise, output_type='pt', num_inference_steps=7, guidance_scale=guidance).images
+    images = plain(list(PROMPTS), latents=noise, output_type='pt', num_inference_steps=7, guidance_scale=guidance).images
     assert images.std() > 0.01
-    assert (model.generate(PROMPTS, 32, guidance, steps=7, seed=5).float() - images * 255).abs().max() <= 0.5 + 255e-5
-
-
-def adapter_recipe(changes, base_sd3, folder, *more):
-    adapted = ['adapter.rank=4', 'adapter.alpha=8', 'data.kind=synthetic', 'batch.micro_size=8', 'train.duration=4ba', 'optimizer.lr=1e-2']
-    streams = ['data.streams.subject=null', 'data.streams.class=null']
-    return load_recipe(REPOSITORY / 'yamls/dreambooth-sd35-lora.yaml', [*changes, *adapted, *streams, f'run_folder={folder}', *more])
+    assert (model.generate(list(PROMPTS), 32, guidance, steps=7, seed=5).float() - images * 255).abs().max() <= 0.5 + 255e-5
 
 
 @pytest.mark.parametrize('targets', ['attention', 'attention+ff'])
 def test_four_steps_of_an_adapter_are_those_of_the_script(base_sd3, plain, changes, tmp_path, targets):
-    """The trainer against peft, AdamW and the script's loss, from the same adapter at the start."""
-    recipe = adapter_recipe(changes, base_sd3, tmp_path, f'adapter.targets={targets}', 'data.kind=images', 'data.kind=synthetic')
-    trainer = build_trainer(recipe)
-    model, seen = trainer.state.model, []
-    before = {name: weight.clone() for name, weight in get_peft_model_state_dict(model.network).items()}
-    predict = model._predict
+    def velocity(transformer, noisy, sigmas, conditioning):
+        text, pooled = conditioning.text, conditioning.pooled
+        return transformer(noisy, encoder_hidden_states=text, pooled_projections=pooled, timestep=sigmas * 1000).sample
 
-    def recorded(batch, t, seed):
-        lr = trainer.state.optimizers[0].param_groups[0]['lr']
-        seen.append((batch['moments'], batch['sample_key'], t, model.encoders.text.encode(batch['tokens']), lr))
-        return predict(batch, t, seed)
-
-    model._predict = recorded
-    trainer.fit()
-    trainer.close()
-    transformer = SD3Transformer2DModel.from_pretrained(base_sd3, subfolder='transformer').train().requires_grad_(False)
-    transformer.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=list(FAMILY.adapter_targets[targets])))
-    weights = {name.replace('.default', ''): weight for name, weight in transformer.named_parameters() if weight.requires_grad}
-    assert weights.keys() == before.keys()
-    with torch.no_grad():
-        for name, weight in weights.items():
-            weight.copy_(before[name])
-    settings = recipe.optimizer
-    optimizer = torch.optim.AdamW(weights.values(), betas=tuple(settings.betas), eps=settings.eps, weight_decay=settings.weight_decay)
-    for moments, key, t, conditioning, lr in seen:
-        mean, log_variance = moments.float().chunk(2, dim=1)
-        drawn = mean + (0.5 * log_variance).exp() * normal(recipe.seed, key, Draw.POSTERIOR, (4, 8, 8))
-        latents = (drawn - plain.vae.config.shift_factor) * plain.vae.config.scaling_factor
-        noise, sigma = normal(recipe.seed, key, Draw.NOISE, (4, 8, 8)), t.view(-1, 1, 1, 1)
-        velocity = transformer(
-            (1 - sigma) * latents + sigma * noise,
-            encoder_hidden_states=conditioning.text,
-            pooled_projections=conditioning.pooled,
-            timestep=t * 1000,
-        ).sample
-        optimizer.zero_grad()
-        (velocity - (noise - latents)).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(weights.values(), settings.clip_norm)
-        optimizer.param_groups[0]['lr'] = lr
-        optimizer.step()
-    assert len(seen) == 4
-    after = get_peft_model_state_dict(model.network)
-    assert max(float((after[name] - weight).abs().max()) for name, weight in before.items()) > 0.01
-    for name, weight in weights.items():
-        torch.testing.assert_close(after[name], weight.detach(), **CLOSE)
+    recipe = adapter_recipe('sd35', changes, tmp_path, f'adapter.targets={targets}')
+    transformer = SD3Transformer2DModel.from_pretrained(base_sd3, subfolder='transformer')
+    vae = plain.vae.config
+    compare_adapter_steps(recipe, FAMILY, transformer, lambda drawn: (drawn - vae.shift_factor) * vae.scaling_factor, velocity)
 
 
 @pytest.mark.parametrize('text', [False, True])
-def test_base_and_adapter_draw_what_the_merged_export_draws(base_sd3, plain, changes, tmp_path, text):
+def test_base_and_adapter_draw_what_the_merged_export_draws(base_sd3, changes, tmp_path, text):
     of_text = ['adapter.text_encoders=true', 'adapter.text_lr=1e-2'] if text else []
-    trainer = build_trainer(adapter_recipe(changes, base_sd3, tmp_path / 'run', *of_text))
-    trainer.fit()
-    trainer.close()
-    run_here('diffusion.export', tmp_path / 'run', tmp_path / 'out', '--weights', 'training', '--merged')
-    assert [path.name for path in (tmp_path / 'out/lora').iterdir()] == ['pytorch_lora_weights.safetensors']  # which ComfyUI reads, too
-    parts = {name.partition('.')[0] for name in load_file(tmp_path / 'out/lora/pytorch_lora_weights.safetensors')}
-    assert parts == {'transformer', *(['text_encoder', 'text_encoder_2'] if text else [])}  # diffusers loads none of T5
+    recipe = adapter_recipe('sd35', changes, tmp_path / 'run', *of_text)
+    parts = {'transformer', *(['text_encoder', 'text_encoder_2'] if text else [])}  # diffusers loads none of T5
     noise = torch.randn(2, 4, 8, 12, generator=torch.Generator().manual_seed(3))
-
-    def drawn(pipeline):
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline(PROMPTS, latents=noise.clone(), height=32, width=48, guidance_scale=4.0, num_inference_steps=4, output_type='latent').images
-
-    with_adapter = StableDiffusion3Pipeline.from_pretrained(base_sd3)
-    with_adapter.load_lora_weights(tmp_path / 'out/lora', weight_name='pytorch_lora_weights.safetensors')
-    merged = drawn(StableDiffusion3Pipeline.from_pretrained(tmp_path / 'out'))
-    torch.testing.assert_close(drawn(with_adapter), merged, rtol=0, atol=1e-4)
-    assert (merged - drawn(StableDiffusion3Pipeline.from_pretrained(base_sd3))).abs().max() > 0.01
-    (tmp_path / 'out/model_index.json').unlink()  # what is left is the adapter
-    torch.testing.assert_close(drawn(open_model(tmp_path / 'out')[0]), merged, rtol=0, atol=1e-4)
+    compare_images_of_adapter(recipe, FAMILY, base_sd3, tmp_path, parts, noise, height=32, width=48, guidance_scale=4.0)
 
 
-def test_an_adapter_of_another_shift_is_refused(base_sd3, changes, tmp_path):
+def test_an_adapter_of_another_shift_is_refused(changes, tmp_path):
     with pytest.raises(CheckpointError, match='its sampler is set to shift 3.0, and this run trains with shift 1.0'):
-        build_trainer(adapter_recipe(changes, base_sd3, tmp_path, 'model.flow.shift=1'))
+        build_trainer(adapter_recipe('sd35', changes, tmp_path, 'model.flow.shift=1'))
 
 
 def test_a_whole_run_is_exported_and_begins_again_from_that(changes, tmp_path):

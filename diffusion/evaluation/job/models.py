@@ -120,6 +120,8 @@ class DrawingModel:
         if 'resolution' in self.facts:
             return self.facts['resolution']
         source, revision = self.layout
+        if self.family.default_px:
+            return self.family.default_px
         network = load_config(self.family.pipeline_parts[self.family.component][0], source, revision, self.family.component)
         return read_index(source, revision).get('default_sample_size') or network['sample_size'] * self.downsampling
 
@@ -242,12 +244,9 @@ def draw_chunk(
             latents = pipeline(
                 [prompt.text for prompt in part],
                 latents=normal(seed, by_id(ids), Draw.NOISE, (config.latent_channels, side, side)),  # on the CPU: alike everywhere
-                height=resolution,
-                width=resolution,
                 num_inference_steps=steps,
-                guidance_scale=guidance,
                 output_type='latent',
-                **family.pipeline_options,
+                **family.call_options(guidance, (resolution, resolution)),
             ).images
         latents = latents.float() / config.scaling_factor
         if config.shift_factor is not None:

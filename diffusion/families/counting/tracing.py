@@ -30,8 +30,7 @@ from diffusion.recipe.schema import Adapter
 
 Module = TypeVar('Module', bound=nn.Module)
 
-BATCH = 1024  # so large that activations, which grow with it, decide where the peak is, and not the gradients
-ENCODED_BATCH = 64  # for the same reason; large enough for the VAE's own weights not to count
+ENCODED_BATCH = 64  # large enough for the VAE's own weights not to count
 
 
 class Activations(NamedTuple):
@@ -130,8 +129,9 @@ def activations(
             if precision != 'fp32':
                 store_frozen_in_bf16(network)
         copies = 0 if precision == 'fp32' else 2 * sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
-        alive = alive_bytes(network, family, config, BATCH, side, precision, text_length, adapter)
-        return Activations(*((held - copies) // BATCH for held in alive))
+        batch = family.counted_batch
+        alive = alive_bytes(network, family, config, batch, side, precision, text_length, adapter)
+        return Activations(*((held - copies) // batch for held in alive))
 
 
 def channels_last(module: Module) -> Module:

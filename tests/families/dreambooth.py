@@ -1,0 +1,107 @@
+"""What diffusers' DreamBooth scripts of all flow transformers have in common, to be held against a run: adapter steps, and images of an adapter."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
+
+from diffusion.contracts.batch import Conditioning
+from diffusion.datasets.keyed_random import Draw, normal
+from diffusion.families.family import Family
+from diffusion.families.pipeline import open_model
+from diffusion.recipe import Recipe, load_recipe
+from diffusion.training.builder import build_trainer
+from tests.conftest import REPOSITORY, run_here
+
+PROMPTS = ('a small red circle at the left on a blue background', 'a cyan square')
+CLOSE = {'rtol': 1e-5, 'atol': 1e-5}
+FILE = 'pytorch_lora_weights.safetensors'
+Velocity = Callable[[Any, Tensor, Tensor, Conditioning], Tensor]
+"""(transformer, noisy latents, noise levels (B,), conditioning) -> the script's prediction."""
+
+
+def adapter_recipe(name: str, changes: list[str], folder: Path, *more: str) -> Recipe:
+    """The shipped recipe, four large steps long, with synthetic data."""
+    adapted = ['adapter.rank=4', 'adapter.alpha=8', 'data.kind=synthetic', 'batch.micro_size=8', 'train.duration=4ba', 'optimizer.lr=1e-2']
+    streams = ['data.streams.subject=null', 'data.streams.class=null']
+    return load_recipe(REPOSITORY / f'yamls/dreambooth-{name}-lora.yaml', [*changes, *adapted, *streams, f'run_folder={folder}', *more])
+
+
+def compare_adapter_steps(recipe: Recipe, family: Family, transformer: Any, latents_of: Callable[[Tensor], Tensor], velocity: Velocity) -> None:
+    """Hold the trainer against peft, AdamW and the script's loss, from the same adapter at the start.
+
+    Args:
+        transformer: diffusers' own, of the base.
+        latents_of: what the script makes of a draw from the VAE's posterior.
+    """
+    trainer = build_trainer(recipe)
+    model, seen = trainer.state.model, []
+    before = {name: weight.clone() for name, weight in get_peft_model_state_dict(model.network).items()}
+    predict = model._predict
+
+    def recorded(batch, t, seed):
+        lr = trainer.state.optimizers[0].param_groups[0]['lr']
+        seen.append((batch['moments'], batch['sample_key'], t, model.encoders.text.encode(batch['tokens']), lr))
+        return predict(batch, t, seed)
+
+    model._predict = recorded
+    trainer.fit()
+    trainer.close()
+    transformer = transformer.train().requires_grad_(False)
+    transformer.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=list(family.adapter_targets[recipe.adapter.targets])))
+    weights = {name.replace('.default', ''): weight for name, weight in transformer.named_parameters() if weight.requires_grad}
+    assert weights.keys() == before.keys()
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(before[name])
+    settings = recipe.optimizer
+    optimizer = torch.optim.AdamW(weights.values(), betas=tuple(settings.betas), eps=settings.eps, weight_decay=settings.weight_decay)
+    for moments, key, t, conditioning, lr in seen:
+        mean, log_variance = moments.float().chunk(2, dim=1)
+        latents = latents_of(mean + (0.5 * log_variance).exp() * normal(recipe.seed, key, Draw.POSTERIOR, mean.shape[1:]))
+        noise, sigma = normal(recipe.seed, key, Draw.NOISE, latents.shape[1:]), t.view(-1, 1, 1, 1)
+        optimizer.zero_grad()
+        predicted = velocity(transformer, (1 - sigma) * latents + sigma * noise, t, conditioning)
+        (predicted - (noise - latents)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(weights.values(), settings.clip_norm)
+        optimizer.param_groups[0]['lr'] = lr
+        optimizer.step()
+    assert len(seen) == 4
+    after = get_peft_model_state_dict(model.network)
+    assert max(float((after[name] - weight).abs().max()) for name, weight in before.items()) > 0.01
+    for name, weight in weights.items():
+        torch.testing.assert_close(after[name], weight.detach(), **CLOSE)
+
+
+def compare_images_of_adapter(recipe: Recipe, family: Family, base: Path, folder: Path, parts: set[str], noise: Tensor, **options: Any) -> None:
+    """Train and export; then the plain base with the adapter has to draw what the merged export draws, and so does what is left of that without its
+    pipeline.
+
+    Args:
+        recipe: of a run in `folder`/run.
+        parts: the networks that have adapters.
+        options: of a call of the pipeline, guidance among them.
+    """
+    trainer = build_trainer(recipe)
+    trainer.fit()
+    trainer.close()
+    out, kind = folder / 'out', family.pipeline_class
+    run_here('diffusion.export', folder / 'run', out, '--weights', 'training', '--merged')
+    assert [path.name for path in (out / 'lora').iterdir()] == [FILE]  # which ComfyUI reads, too
+    assert {name.partition('.')[0] for name in load_file(out / 'lora' / FILE)} == parts
+
+    def drawn(pipeline):
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline(prompt=list(PROMPTS), latents=noise.clone(), num_inference_steps=4, output_type='latent', **options).images
+
+    with_adapter = kind.from_pretrained(base)
+    with_adapter.load_lora_weights(out / 'lora', weight_name=FILE)
+    merged = drawn(kind.from_pretrained(out))
+    torch.testing.assert_close(drawn(with_adapter), merged, rtol=0, atol=1e-4)
+    assert (merged - drawn(kind.from_pretrained(base))).abs().max() > 0.01
+    (out / 'model_index.json').unlink()  # what is left is the adapter
+    torch.testing.assert_close(drawn(open_model(out)[0]), merged, rtol=0, atol=1e-4)
