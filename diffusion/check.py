@@ -305,6 +305,8 @@ def network_errors(recipe: Recipe) -> list[str]:
 
 def _unlike_encoders(recipe: Recipe, family: Any, text_width: int, latent_channels: int) -> list[str]:
     """If the encoders lie in a folder, whether the network takes what they make."""
+    from diffusion.encoders.frozen import vae_class
+
     folder, errors = Path(recipe.model.encoders.source), []
     if not folder.is_dir():
         return []
@@ -314,9 +316,14 @@ def _unlike_encoders(recipe: Recipe, family: Any, text_width: int, latent_channe
         for path in (folder / part / 'config.json' for part in parts):
             try:
                 config = parse_json_object(path.read_bytes())
-                found.append(config.get(key, config.get('d_model', 0) if key == 'hidden_size' else 0))  # as T5 calls its width
+                if key == 'latent_channels':
+                    found.append(vae_class(config).channels_of(config))
+                else:
+                    found.append(config.get(key, config.get('d_model', 0)))  # as T5 calls its width
             except FileNotFoundError:
                 errors.append(f'model.encoders.source: {path} is missing; a folder in the diffusers layout has vae, text_encoder and tokenizer')
+            except EncoderError as error:
+                errors.append(f'model.encoders.source: {folder}: {error}')
             except (ValueError, TypeError) as error:
                 errors.append(f'model.encoders.source: {path} cannot be read: {error}; restore it from where the encoders came from')
         theirs = sum(found)

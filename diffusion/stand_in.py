@@ -2,12 +2,12 @@
 
     python -m diffusion.stand_in FOLDER [--like sd2-base] [--vae EXPORT] [--words-of IMAGES] [--pipeline]
 
-For tests (`tiny`, `tiny-xl` with two text encoders, `tiny-t5`, `tiny-sd3` with three, `tiny-z-image`) and for measuring speed on a machine without
-the Hub (`sd2-base`, `sdxl-base`, `prx-600m`: the real sizes; `prx-600m-t5-xxl` is 19 GB, `sd35-medium` 23 GB, `z-image` 16 GB). Their tokenizers
-know letters and no words: captions longer than 16 to 24 letters (the tiny ones), 77 or 256 are cut. Images made with untrained ones mean
-nothing; the folder's README says so. With --vae the VAE is a trained one, such as the export of diffusion.autoencoder, and with
---words-of the tokenizer has a token for each word of the captions of an image MDS. With --pipeline the folder is a whole model,
-for trying out diffusion.generate and diffusion.evaluate.
+For tests (`tiny`, `tiny-xl` with two text encoders, `tiny-t5`, `tiny-sd3` with three, `tiny-z-image`, `tiny-flux2`) and for measuring speed on a
+machine without the Hub (`sd2-base`, `sdxl-base`, `prx-600m`: the real sizes; `prx-600m-t5-xxl` is 19 GB, `sd35-medium` 23 GB, `z-image` and
+`flux2-klein-4b` 16 GB). Their tokenizers know letters and no words: captions longer than 16 to 24 letters (the tiny ones), 77 or 256 are cut.
+Images made with untrained ones mean nothing; the folder's README says so. With --vae the VAE is a trained one, such as the export of
+diffusion.autoencoder, and with --words-of the tokenizer has a token for each word of the captions of an image MDS. With --pipeline the folder is
+a whole model, for trying out diffusion.generate and diffusion.evaluate.
 """
 
 from contextlib import nullcontext
@@ -79,7 +79,7 @@ def write_pipeline(folder: Path, like: str) -> None:
     network, family = build_network(like), family_of(like)
     encoders = FrozenEncoders.load(EncoderSource(str(folder)), family.find_text)
     is_flow = family.objective == 'flow'
-    scheduler = Flow(FlowSettings()).scheduler() if is_flow else DDIMScheduler(clip_sample=False, steps_offset=1)
+    scheduler = family.scheduler(Flow(FlowSettings())) if is_flow else DDIMScheduler(clip_sample=False, steps_offset=1)
     side = SIDE if is_flow else network.config.sample_size  # a flow transformer has no size of its own
     family.pipeline(network, encoders, scheduler, side * encoders.vae.downsampling).save_pretrained(folder)
 

@@ -145,6 +145,11 @@ def base_z_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope='session')
+def base_flux2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_stand_ins('tiny-flux2', tmp_path_factory)
+
+
+@pytest.fixture(scope='session')
 def encoders_xl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with two text encoders and tokenizers, of Stable Diffusion XL's kind."""
     folder = tmp_path_factory.mktemp('encoders-xl')

@@ -26,9 +26,9 @@ YAMLS = [path for path in ALL if '\nautoencoder:' not in path.read_text()]  # of
 
 
 @pytest.fixture
-def bases(base, base_xl, base_sd3, base_z_image):
+def bases(base, base_xl, base_sd3, base_z_image, base_flux2):
     """Tiny whole pipelines by network; families without adapters, such as PRX, take the encoders of the first."""
-    return defaultdict(lambda: base, {'tiny-xl': base_xl, 'tiny-sd3': base_sd3, 'tiny-z-image': base_z_image})
+    return defaultdict(lambda: base, {'tiny-xl': base_xl, 'tiny-sd3': base_sd3, 'tiny-z-image': base_z_image, 'tiny-flux2': base_flux2})
 
 
 @pytest.mark.parametrize('path', YAMLS, ids=lambda path: f'{path.parent.name}/{path.stem}')

@@ -115,7 +115,7 @@ def export(
         for module in parts.values() if merged else ():
             merge_adapter(module)
         if merged or recipe.adapter is None:
-            pipeline = family.pipeline(network, encoders, build_objective(recipe.model).scheduler(), recipe.data.resolution)
+            pipeline = family.pipeline(network, encoders, family.scheduler(build_objective(recipe.model)), recipe.data.resolution)
             settings.apply(pipeline).save_pretrained(temporary, safe_serialization=True)
             for name, tokenizer in encoders.text.tokenizers.items():
                 save_tokenizer(tokenizer, temporary / name)
@@ -142,7 +142,7 @@ def _base(network: nn.Module, recipe: Recipe, file: Path) -> tuple[FrozenEncoder
     digests = encoders.digests | {family.component: weights_sha256(network)}
     refuse_other_encoders(manifest, digests)
     source, revision = hub_source(path) or (path, None)
-    scheduler = json.loads((settings.scheduler or build_objective(recipe.model).scheduler()).to_json_string())
+    scheduler = json.loads((settings.scheduler or family.scheduler(build_objective(recipe.model))).to_json_string())
     facts = {'network': recipe.model.network, 'source': source, 'revision': revision, 'sha256': digests, 'scheduler': scheduler}
     return encoders, {**facts, ZEROS: settings.zeros_for_empty}, settings
 

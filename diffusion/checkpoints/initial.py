@@ -24,7 +24,6 @@ from diffusion.encoders.pretrained import hub_problem
 from diffusion.families.pipeline import SCHEDULER, DrawingSettings
 from diffusion.families.registry import family_of
 from diffusion.objectives import build_objective
-from diffusion.objectives.objective import Objective
 from diffusion.recipe import Recipe
 from diffusion.recipe.keys import hub_source
 from diffusion.recipe.schema import Model
@@ -82,13 +81,16 @@ def load_weights(network: nn.Module, path: str, model: Model | None, key: str = 
     Raises:
         CheckpointError: it cannot be fetched or read, or holds another network.
     """
-    component, objective = ('vae', None) if model is None else (family_of(model.network).component, build_objective(model))
+    component, scheduler = 'vae', None
+    if model is not None:
+        family = family_of(model.network)
+        component, scheduler = family.component, family.scheduler(build_objective(model))
     settings = DrawingSettings()
     with _local_copy(path, [*(f'{component}/{name}' for name in (WEIGHTS, INDEX, SHARDS, 'config.json')), SCHEDULER, 'model_index.json']) as local:
         files = _weight_files(local / component)
         if files:
-            weights, what = _from_diffusers(network, local, files, path, objective, same_objective)
-            settings = settings if objective is None else DrawingSettings.read(local)
+            weights, what = _from_diffusers(network, local, files, path, scheduler, same_objective)
+            settings = settings if scheduler is None else DrawingSettings.read(local)
         elif not local.exists():
             raise CheckpointError(
                 f'load_path: {path}: no such file or folder, so no checkpoint; name a run folder, a .pt file, an exported folder, or a model '
@@ -119,7 +121,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _from_diffusers(
-    network: nn.Module, folder: Path, files: list[Path], path: str, objective: Objective | None, same_objective: bool
+    network: nn.Module, folder: Path, files: list[Path], path: str, scheduler: Any, same_objective: bool
 ) -> tuple[dict[str, Tensor], str]:
     """The weights of a network in the diffusers layout, and what they are."""
     _refuse_other_network(network, _json(files[0].with_name('config.json')), path)
@@ -136,9 +138,9 @@ def _from_diffusers(
         what += ', EMA weights' if exported.get('weights') == 'ema' else ', weights as trained (not the EMA)'
     else:
         what = 'published weights (the folder does not say whether they are an EMA)'
-    if objective is None:
+    if scheduler is None:
         return weights, what
-    theirs, ours = _json(folder / SCHEDULER), objective.scheduler().config
+    theirs, ours = _json(folder / SCHEDULER), scheduler.config
     different = [name for name in OF_TRAINING if name in theirs and name in ours and theirs[name] != ours[name]]
     if different:
         named = (', '.join(f'{name} {config[name]}' for name in different) for config in (theirs, ours))

@@ -17,6 +17,7 @@ from transformers import (
     CLIPTokenizer,
     PretrainedConfig,
     Qwen2Tokenizer,
+    Qwen3ForCausalLM,
     Qwen3Model,
     T5EncoderModel,
     T5Tokenizer,
@@ -25,8 +26,9 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from diffusion.contracts.errors import EncoderError
+from diffusion.encoders.frozen import VAES, vae_class
 from diffusion.encoders.pretrained import LONGEST, load_config, model_type, read_configs, save_text_encoder
-from diffusion.encoders.sizes import KINDS, PROJECTS
+from diffusion.encoders.sizes import HAS_HEAD, KINDS, PROJECTS
 
 END = '<|endoftext|>'
 T5_FAMILY = {'t5': T5EncoderModel, 'umt5': UMT5EncoderModel}
@@ -40,10 +42,10 @@ CHAT_TEMPLATE = (
 PADS = (END, '!', END)  # of the published tokenizers: the first and the second of Stable Diffusion XL; T5's has its own
 
 
-def build_vae(block_out_channels: Sequence[int], latent_channels: int = 4, **config: Any) -> AutoencoderKL:
-    """An AutoencoderKL that halves the side once for every level after the first."""
+def build_vae(block_out_channels: Sequence[int], latent_channels: int = 4, _class_name: str = 'AutoencoderKL', **config: Any) -> Any:
+    """An AutoencoderKL, or a VAE of another class, that halves the side once for every level after the first."""
     levels = len(block_out_channels)
-    return AutoencoderKL(
+    return VAES[_class_name].kind(
         down_block_types=('DownEncoderBlock2D',) * levels,
         up_block_types=('UpDecoderBlock2D',) * levels,
         block_out_channels=tuple(block_out_channels),
@@ -52,16 +54,18 @@ def build_vae(block_out_channels: Sequence[int], latent_channels: int = 4, **con
     )
 
 
-def vae_like(like: str) -> AutoencoderKL:
+def vae_like(like: str) -> Any:
     """With random weights: one of KINDS, or that of a folder in the diffusers layout, of which only config.json is read."""
     if like in KINDS:
         return build_vae(**KINDS[like]['vae'])
-    read_configs(like, None, 'vae')
-    return AutoencoderKL.from_config(AutoencoderKL.load_config(like, subfolder='vae', local_files_only=True))
+    kind: Any = vae_class(read_configs(like, None, 'vae').get('config.json', {})).kind
+    return kind.from_config(kind.load_config(like, subfolder='vae', local_files_only=True))
 
 
 def build_text_encoder(config: PretrainedConfig) -> Any:
     """A text encoder of the class that the configuration names, with random weights."""
+    if config.architectures == HAS_HEAD:
+        return Qwen3ForCausalLM(config)
     if config.model_type in NO_CLIPS:
         return NO_CLIPS[config.model_type](config)
     return (CLIPTextModelWithProjection if config.architectures == PROJECTS else CLIPTextModel)(config)

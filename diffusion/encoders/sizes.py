@@ -5,6 +5,10 @@ from typing import Any
 PROJECTS = ['CLIPTextModelWithProjection']  # transformers' class, as config.json names it; a text encoder that does not say is a CLIPTextModel
 
 
+HAS_HEAD = ['Qwen3ForCausalLM']  # likewise
+FLUX2 = 'AutoencoderKLFlux2'  # diffusers' class of a VAE that is no AutoencoderKL
+
+
 def _clip(width: int, mlp_width: int, layers: int, heads: int, activation: str = 'gelu', length: int = 77, **more: Any) -> dict[str, Any]:
     """Arguments of transformers' CLIPTextConfig."""
     sizes = {'hidden_size': width, 'intermediate_size': mlp_width, 'num_hidden_layers': layers, 'num_attention_heads': heads}
@@ -28,6 +32,7 @@ TINY_VAE = {'block_out_channels': (8, 16, 16), 'layers_per_block': 1, 'norm_num_
 STABLE_DIFFUSION_VAE = {'block_out_channels': (128, 256, 512, 512), 'layers_per_block': 2, 'norm_num_groups': 32}
 FLUX_VAE = STABLE_DIFFUSION_VAE | {'latent_channels': 16, 'sample_size': 1024, 'scaling_factor': 0.3611, 'shift_factor': 0.1159}
 FLUX_VAE |= {'use_quant_conv': False, 'use_post_quant_conv': False}
+FLUX2_VAE = STABLE_DIFFUSION_VAE | {'_class_name': FLUX2, 'latent_channels': 32, 'sample_size': 1024}
 OPENCLIP_H = _clip(1024, 4096, 23, 16, projection_dim=512, vocab_size=49408)  # Stable Diffusion 2's
 T5_XXL = _t5(4096, 64, 10240, 24, 64, 256, vocab_size=32128)
 QWEN3_4B = _qwen3(2560, 9728, 36, 32, 8, 128, vocab_size=151936)
@@ -67,6 +72,11 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
     },
     'tiny-z-image': {'vae': {**TINY_VAE, 'shift_factor': 0.25}, 'text_encoder': _qwen3(48, 64, 3, 4, 2, 16)},
     'z-image': {'vae': FLUX_VAE, 'text_encoder': QWEN3_4B},
+    'tiny-flux2': {
+        'vae': {name: value for name, value in TINY_VAE.items() if name != 'scaling_factor'} | {'_class_name': FLUX2},
+        'text_encoder': _qwen3(16, 32, 28, 2, 1, 8, architectures=HAS_HEAD),
+    },
+    'flux2-klein-4b': {'vae': FLUX2_VAE, 'text_encoder': QWEN3_4B | {'architectures': HAS_HEAD}},
     'prx-600m': {'vae': FLUX_VAE, 'text_encoder': OPENCLIP_H},
     'prx-600m-t5-xxl': {'vae': FLUX_VAE, 'text_encoder': T5_XXL},
 }

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen2Tokenizer,
     Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3Model,
     T5Config,
     T5EncoderModel,
@@ -259,11 +260,25 @@ class Qwen3Chat(TextEncoders):
 
     def encode(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         part = self.parts['text_encoder']
-        module = part.module
+        module = part.module.base_model  # without the head that would say the next word
         ids, mask = (tokens[name].to(part.device) for name in ('text_encoder', 'text_encoder_mask'))
         with part.computing():
             states = module(ids, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states
         return Conditioning(torch.cat([states[number] for number in self.states], dim=-1), mask)
+
+
+class Qwen3Layers(Qwen3Chat):
+    """FLUX.2 klein's: what three of its layers leave, next to each other, of all 512 tokens; the network reads padding like words."""
+
+    kinds = (QWEN3._replace(model=Qwen3ForCausalLM),)
+    chat: ClassVar = {'enable_thinking': False}
+    states = (9, 18, 27)
+
+    def encode(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        return super().encode(tokens)._replace(mask=None)
+
+    def stored(self, text: Tensor, pooled: Tensor | None, tokens: Mapping[str, Tensor]) -> Conditioning:
+        return Conditioning(text)
 
 
 class MaskedClip(TextEncoders):

@@ -122,6 +122,20 @@ class Family(ABC):
         sized = {} if size is None else {'width': size[0], 'height': size[1]}
         return {'guidance_scale': guidance - 1 + self.no_guidance, **sized, **self.pipeline_options}
 
+    def scheduler(self, objective: Any) -> SchedulerMixin:
+        """Make the sampler of its pipeline for a network that was trained by the objective."""
+        return objective.scheduler()
+
+    def noise_shape(self, pipeline: Any, resolution: int) -> tuple[int, int, int]:
+        """Channels and sides of the `latents` that a call of the pipeline starts from."""
+        side = resolution // pipeline.vae_scale_factor
+        return pipeline.vae.config.latent_channels, side, side
+
+    def unscaled(self, pipeline: Any, latents: Tensor) -> Tensor:
+        """Bring what the pipeline returns as `latent` into the units of its VAE, in float32."""
+        config = pipeline.vae.config
+        return latents.float() / config.scaling_factor + (config.shift_factor or 0.0)
+
     def sample(self, objective: Any, denoise: Denoise, noise: Tensor, steps: int) -> Tensor:
         """Latents (B, C, h, w) float32 from `noise` as its pipeline draws them; here as the objective's sampler does by itself."""
         return objective.sample(denoise, noise, steps)

@@ -242,7 +242,7 @@ def draw(
         return {}
 
     return pipeline(
-        list(prompts),
+        prompt=list(prompts),
         num_inference_steps=steps,
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],  # the CPU's: the same noise on any device
         callback_on_step_end=after_step,

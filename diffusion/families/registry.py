@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from diffusion.encoders.frozen_part import KERNELS, AttentionError
 from diffusion.families.adapters import add_adapter, let_gradients_reach
 from diffusion.families.family import Config, Family
+from diffusion.families.flux2 import Flux2Klein
 from diffusion.families.networks import find_network
 from diffusion.families.prx import Prx
 from diffusion.families.sd2 import StableDiffusion2
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Family] = {
     'sd2': StableDiffusion2(),
     'sdxl': StableDiffusionXL(),
     'sd3': StableDiffusion3(),
+    'flux2': Flux2Klein(),
     'z-image': ZImage(),
     'prx': Prx(),
 }

@@ -46,7 +46,7 @@ class Base:
     def __init__(self, recipe: Recipe):
         self.recipe, self.family, self.settings = recipe, family_for(recipe), DrawingSettings()
         self.encoders = FrozenEncoders.find(recipe.model.encoders, self.family.find_text)
-        self.scheduler = build_objective(recipe.model).scheduler()
+        self.scheduler = self.family.scheduler(build_objective(recipe.model))
 
     def identity(self) -> dict[str, Any]:
         """Return how it draws, and its weights or the pinned commits that they come from."""

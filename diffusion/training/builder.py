@@ -272,6 +272,9 @@ def build_model(recipe: Recipe, device: torch.device, resumes: bool = False) -> 
         encoders.read(images=draws or (recipe.data.kind == 'images' and recipe.data.encoders is None), text=draws)
     except EncoderError as error:
         raise EncoderError(f'model.encoders.source: {error}') from error
+    if encoders.vae.kind not in family.pipeline_parts['vae']:
+        (kind,) = family.pipeline_parts['vae']
+        raise EncoderError(f'model.encoders.source: vae is an {encoders.vae.kind.__name__}, and {recipe.model.network} takes an {kind.__name__}')
     if encoders.vae.shift_factor and not family.adds_shift:
         raise EncoderError(
             f'model.encoders.source: vae/config.json has the shift_factor {encoders.vae.shift_factor:g}, which {family.pipeline_class.__name__} does '

@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLFlux2,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     PNDMScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
@@ -22,6 +25,7 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     Qwen2Tokenizer,
+    Qwen3ForCausalLM,
     Qwen3Model,
     T5EncoderModel,
     T5Tokenizer,
@@ -56,11 +60,17 @@ PUBLISHED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         {'text_encoder': Qwen3Model, 'tokenizer': Qwen2Tokenizer},
         {},
     ),
+    'flux2': (  # klein base
+        Flux2KleinPipeline,
+        FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        {'vae': AutoencoderKLFlux2, 'text_encoder': Qwen3ForCausalLM, 'tokenizer': Qwen2Tokenizer},
+        {'is_distilled': False},
+    ),
 }
 """Pipeline, scheduler_config.json, classes of its text encoders and tokenizers, and further arguments, by family."""
 
 
-TRANSFORMERS = {'sd3': SD3Transformer2DModel, 'z-image': ZImageTransformer2DModel}
+TRANSFORMERS = {'sd3': SD3Transformer2DModel, 'flux2': Flux2Transformer2DModel, 'z-image': ZImageTransformer2DModel}
 
 
 def write_base(folder: Path, network: str, encoders_folder: Path) -> Path:
@@ -69,6 +79,9 @@ def write_base(folder: Path, network: str, encoders_folder: Path) -> Path:
     kind, sampler, texts, others = PUBLISHED[named.family]
     parts = {name: each.from_pretrained(encoders_folder, subfolder=name) for name, each in {'vae': AutoencoderKL, **texts}.items()}
     torch.manual_seed(0)
+    if named.family == 'flux2':  # statistics of no latents until it is trained
+        parts['vae'].bn.running_mean.normal_()
+        parts['vae'].bn.running_var.uniform_(0.5, 2)
     if named.family in TRANSFORMERS:
         transformer = parts['transformer'] = TRANSFORMERS[named.family](**named.config)
         for name, weight in transformer.named_parameters():

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -30,6 +29,7 @@ from diffusion.common.storage import LocalFolder
 from diffusion.contracts.errors import CheckpointError, InputError
 from diffusion.cost.hardware import own_device
 from diffusion.datasets.keyed_random import Draw, by_id, normal
+from diffusion.encoders.frozen import Vae
 from diffusion.encoders.pretrained import load_config, load_scheduler
 from diffusion.evaluation.job.images import Prompt
 from diffusion.families.adapters import adapter_of
@@ -110,9 +110,13 @@ class DrawingModel:
         return type(self.own_scheduler).__name__
 
     @cached_property
+    def vae(self) -> Vae:
+        return Vae.find(*self.layout)
+
+    @cached_property
     def downsampling(self) -> int:
         """Pixels along a side of a latent."""
-        return 2 ** (len(load_config(AutoencoderKL, *self.layout, 'vae')['block_out_channels']) - 1)
+        return self.vae.downsampling
 
     @property
     def resolution(self) -> int:
@@ -234,23 +238,19 @@ def draw_chunk(
     for library in (diffusers_logging, transformers_logging):  # or warnings for captions of more than 77 tokens
         library.set_verbosity_error()
     together = family.pipeline_batch or len(chunk)
-    device, config = pipeline.vae.device, pipeline.vae.config
-    side = resolution // pipeline.vae_scale_factor
-    images = []
+    device, images = pipeline.vae.device, []
     for start in range(0, len(chunk), together):
         part = chunk[start : start + together]
         ids = torch.tensor([prompt.id for prompt in part])
         with torch.autocast(device.type, torch.bfloat16) if precision == 'bf16' else nullcontext():
             latents = pipeline(
-                [prompt.text for prompt in part],
-                latents=normal(seed, by_id(ids), Draw.NOISE, (config.latent_channels, side, side)),  # on the CPU: alike everywhere
+                prompt=[prompt.text for prompt in part],
+                latents=normal(seed, by_id(ids), Draw.NOISE, family.noise_shape(pipeline, resolution)),  # on the CPU: alike everywhere
                 num_inference_steps=steps,
                 output_type='latent',
                 **family.call_options(guidance, (resolution, resolution)),
             ).images
-        latents = latents.float() / config.scaling_factor
-        if config.shift_factor is not None:
-            latents = latents + config.shift_factor
-        levels = pipeline.image_processor.postprocess(pipeline.vae.decode(latents, return_dict=False)[0], output_type='pt') * 255
+        decoded = pipeline.vae.decode(family.unscaled(pipeline, latents), return_dict=False)[0]
+        levels = pipeline.image_processor.postprocess(decoded, output_type='pt') * 255
         images.append(levels.round().to(torch.uint8).cpu())  # rounded as diffusers' pipelines round them
     return torch.cat(images)

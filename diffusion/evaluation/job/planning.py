@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from diffusers import AutoencoderKL
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion.common.text import counted
@@ -60,15 +59,16 @@ def count(model: DrawingModel, resolution: int) -> tuple[int, int]:
     kind = family.pipeline_parts[family.component][0]
     config, vae_config = (
         {name: value for name, value in load_config(part, source, revision, folder).items() if name != 'self'}
-        for part, folder in ((kind, family.component), (AutoencoderKL, 'vae'))
+        for part, folder in ((kind, family.component), (model.vae.kind, 'vae'))
     )
     length = family.find_text(source, revision).length
     with torch.device('meta'), torch.no_grad():
-        network, vae = kind.from_config(config), AutoencoderKL.from_config(vae_config)  # type: ignore[attr-defined]
+        network, vae = kind.from_config(config), model.vae.kind.from_config(vae_config)  # type: ignore[attr-defined]
         with FlopCounterMode(display=False) as passed:
             family.denoise(network, *family.example(config, 1, (side, side), length))
         with FlopCounterMode(display=False) as decoded:
-            vae.decode(torch.empty(1, vae_config['latent_channels'], side, side))
+            own_side = resolution // 2 ** (len(vae_config['block_out_channels']) - 1)
+            vae.decode(torch.empty(1, vae_config['latent_channels'], own_side, own_side))
     return passed.get_total_flops(), decoded.get_total_flops()
 
 

@@ -32,6 +32,7 @@ ON_THE_HUB = {  # beginnings of ids: all of a generation have the same
     'stabilityai/stable-diffusion-xl-base': 'sdxl-base',
     'stabilityai/stable-diffusion-3.5-medium': 'sd35-medium',
     'Tongyi-MAI/Z-Image': 'z-image',
+    'black-forest-labs/FLUX.2-klein-base-4B': 'flux2-klein-4b',
 }
 CONFIGS = ('vae/config.json', 'text_encoder/config.json')
 NOT_HERE = ('.', MISSING)  # what stands for a folder of another machine (facts.load_for_planning): that of the recipe's network is meant
@@ -40,12 +41,12 @@ SHIPPED = (
     *(('sdxl-base', 256), ('sdxl-base', 512), ('sdxl-base', 1024), ('tiny-xl', 32)),
     *(('prx-600m', 256), ('prx-600m', 512), ('prx-600m-t5-xxl', 256), ('prx-600m-t5-xxl', 512)),
     *(('sd35-medium', 512), ('sd35-medium', 1024), ('tiny-sd3', 32)),
-    *(('z-image', 1024), ('tiny-z-image', 32)),
+    *(('z-image', 1024), ('tiny-z-image', 32), ('flux2-klein-4b', 1024), ('tiny-flux2', 32)),
 )
 # Network, resolution, rank of adapters, and whether text encoders have them too.
 ADAPTED = (
     *(('sdxl-base', 1024, 4, True), ('sdxl-base', 1024, 8, True), ('sd2-base', 512, 8, True)),
-    *(('sd35-medium', 1024, 4, False), ('z-image', 1024, 4, False)),
+    *(('sd35-medium', 1024, 4, False), ('z-image', 1024, 4, False), ('flux2-klein-4b', 1024, 4, False)),
 )
 
 

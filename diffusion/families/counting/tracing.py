@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffusion.encoders.frozen import VAES
 from diffusion.encoders.random_encoders import text_encoders_like, text_lengths_like, vae_like
 from diffusion.families.adapters import ADAPTED_TEXT, TEXT_TARGETS, add_adapter, let_gradients_reach, store_frozen_in_bf16, trained_weights
 from diffusion.families.family import Config, Family
@@ -100,8 +101,8 @@ def encoder_facts(like: str, network: str) -> list[int]:
                 text(torch.zeros(1, tokens, dtype=torch.long))
     text_parameters = sum(parameter.numel() for text in texts for parameter in text.parameters())
     vae_parameters = sum(parameter.numel() for parameter in vae.parameters())
-    downsampling = 2 ** (len(vae.config.block_out_channels) - 1)
-    return [downsampling, vae.config.latent_channels, length, text_width, text_parameters, vae_parameters, counter.get_total_flops()]
+    sizes = VAES[type(vae).__name__](None, vae.config)
+    return [sizes.downsampling, sizes.latent_channels, length, text_width, text_parameters, vae_parameters, counter.get_total_flops()]
 
 
 def encoding_flop(like: str, resolution: int) -> int:
