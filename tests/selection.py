@@ -18,6 +18,7 @@ SECONDS = TESTS / 'seconds.json'
 QUARANTINE = TESTS / 'quarantine.txt'
 RECORDED_SEC = 3
 SLOW_SEC = 60  # of a file: with those that take longer `make test` would take three quarters of an hour
+LONG_LIMIT_SEC = 1800  # others have 300, which a compilation exceeds beside other work
 NUM_TURNS = 7
 # One commit a day and one every few hours both go through all turns: a day has six periods, and there are seven turns.
 TURN_PERIOD_SEC = 4 * 3600
@@ -49,6 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     flaky = quarantined()
     for item in items:
+        if item.get_closest_marker('long') and not item.get_closest_marker('timeout'):
+            item.add_marker(pytest.mark.timeout(LONG_LIMIT_SEC))
         if reason := flaky.get(item.nodeid):
             item.add_marker(pytest.mark.xfail(reason=reason, strict=False))
     items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0))

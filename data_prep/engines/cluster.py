@@ -31,6 +31,7 @@ MAX_FALSE_STARTS = 12  # of a worker, in a row: it died before it could do anyth
 SAY_SEC = 60  # between two lines about what is waited for
 START_MIN = 10  # for the first worker to begin
 POLL_SEC = 1.0
+RESTART_SEC = 120  # in which one slow start may use up all tries: Ray tries a call to an actor that is not there yet again at once
 PATIENCE_SEC = 120  # for all machines to answer a check, which start a process for it
 
 
@@ -164,10 +165,12 @@ class PendingPart(Generic[Item]):
 
 @dataclass(eq=False)
 class Worker:
-    """An actor, and the address of its machine as soon as it can make parts; '' again when it died, until Ray has started it again."""
+    """An actor, the address of its machine as soon as it can make parts ('' again when it died, until Ray has started it again), and since when it
+    was asked to begin."""
 
     actor: Any
     address: str = ''
+    asked: float = 0.0
 
 
 class WorkerPool(Generic[Item, Result]):
@@ -234,7 +237,10 @@ class WorkerPool(Generic[Item, Result]):
 
     def _start(self, worker: Worker) -> None:
         """Ask a worker to begin: at first, and whenever Ray starts it again, for which the call waits."""
-        worker.address = ''
+        worker.address, worker.asked = '', time.monotonic()
+        self._ask(worker)
+
+    def _ask(self, worker: Worker) -> None:
         self.starting[worker.actor.begin.options(max_task_retries=MAX_FALSE_STARTS - 1).remote()] = worker
 
     def _hand_out(self) -> None:
@@ -257,6 +263,9 @@ class WorkerPool(Generic[Item, Result]):
         try:
             answer = self.ray.get(call)
         except self.ray.exceptions.RayActorError as error:
+            if time.monotonic() - worker.asked < RESTART_SEC:
+                self._ask(worker)
+                return
             raise ClusterError(
                 f'{MAX_FALSE_STARTS} workers with {describe(self.needs)} died before they could begin; the last one: {_cause(error)}; see the logs '
                 'of the Ray cluster, and run the same command again'

@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 import sys
+import time
 from collections import Counter
 from importlib.util import find_spec
 
@@ -173,11 +174,16 @@ def test_a_part_that_never_ends_is_set_aside(tmp_path, monkeypatch):
     assert (tmp_path / 'done').read_text() == '1\n'
 
 
-def test_workers_that_die_before_they_begin_end_the_job(tmp_path, monkeypatch):
+@pytest.mark.parametrize('restart_sec', [0, 15])
+def test_workers_that_die_before_they_begin_end_the_job(tmp_path, monkeypatch, restart_sec):
+    """But not before one that starts slowly could have begun, whose tries Ray uses up in a moment."""
     monkeypatch.setattr('data_prep.engines.cluster.MAX_FALSE_STARTS', 2)
+    monkeypatch.setattr('data_prep.engines.cluster.RESTART_SEC', restart_sec)
     work, items = write_squares(tmp_path / 'source', [1])
+    begun = time.monotonic()
     with pytest.raises(ClusterError, match='2 workers with CPU 1 died before they could begin; the last one: '):
         list(engine(actors=1).map(DiesAtStart(work.source, work.dest), items))
+    assert time.monotonic() - begun >= restart_sec
 
 
 def test_results_come_with_their_parts(tmp_path):
