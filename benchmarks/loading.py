@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 from tqdm import tqdm
 
@@ -62,6 +60,8 @@ def write_images(folder: Path, count: int) -> list[bytes]:
 
 def write_parquet(path: Path, latents: Path) -> None:
     """The same rows, uncompressed, in groups of 1,000."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
     from streaming import LocalDataset
 
     dataset = LocalDataset(local=str(latents))
@@ -71,6 +71,8 @@ def write_parquet(path: Path, latents: Path) -> None:
 
 def parquet_batches(path: Path, tokenizer: Any, length: int) -> Iterable[Any]:
     """Yield tokens and moments, as a short script would make them."""
+    import pyarrow.parquet as pq
+
     from diffusion.datasets.loader import stacked
 
     for batch in pq.ParquetFile(path).iter_batches(BATCH):
