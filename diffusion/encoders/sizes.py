@@ -3,8 +3,6 @@
 from typing import Any
 
 PROJECTS = ['CLIPTextModelWithProjection']  # transformers' class, as config.json names it; a text encoder that does not say is a CLIPTextModel
-
-
 HAS_HEAD = ['Qwen3ForCausalLM']  # likewise
 FLUX2 = 'AutoencoderKLFlux2'  # diffusers' class of a VAE that is no AutoencoderKL
 

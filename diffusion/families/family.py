@@ -195,3 +195,30 @@ class Family(ABC):
     def laid_out(self, latents: Tensor) -> Tensor:
         """Latents (B, C, h, w) in the memory format of the network's activations."""
         return latents.contiguous(memory_format=torch.channels_last) if self.channels_last else latents.contiguous()
+
+
+class FlowTransformer(Family):
+    """Base of transformers trained by rectified flow. Their times are floating-point inputs, and 8 bits of a time are too few."""
+
+    objective = 'flow'
+    component = 'transformer'
+    channels_last = False
+    takes_bf16 = False
+    schedulers: ClassVar[tuple[str, ...]] = ('FlowMatchEulerDiscreteScheduler',)
+
+    def latent_channels(self, config: Config) -> int:
+        return config['in_channels']
+
+    def example_times(self, batch: int) -> Tensor:
+        return torch.zeros(batch)
+
+    def assemble(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, **settings: Any) -> Any:
+        if self.adds_shift:  # null in Stable Diffusion's files, and the pipelines add it to a tensor
+            encoders.vae.module.register_to_config(shift_factor=encoders.vae.shift_factor)
+        return super().assemble(network, encoders, scheduler, **settings)
+
+
+def begin_at_zero(*layers: nn.Linear) -> None:
+    """Set their weights and biases to 0: what they modulate or predict is nothing at first (adaLN-Zero, arXiv 2212.09748)."""
+    for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+        nn.init.zeros_(parameter)

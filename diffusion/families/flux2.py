@@ -14,8 +14,8 @@ from transformers import Qwen2Tokenizer, Qwen3ForCausalLM
 from diffusion.contracts.batch import Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.text import Qwen3Layers
-from diffusion.families.family import Config, Family
-from diffusion.objectives.flow import NUM_TRAIN_TIMESTEPS, euler, shifted
+from diffusion.families.family import Config, FlowTransformer, begin_at_zero
+from diffusion.objectives.flow import NUM_TRAIN_TIMESTEPS, euler, evenly_shifted
 from diffusion.objectives.objective import Denoise
 
 # By number: `to_out` alone would also name what holds that of the first blocks. The largest klein has 24.
@@ -24,15 +24,11 @@ ATTENTION = ('to_q', 'to_k', 'to_v', 'to_out.0', *JOINT)
 FEED_FORWARD = tuple(f'{stream}.{layer}' for stream in ('ff', 'ff_context') for layer in ('linear_in', 'linear_out'))
 
 
-class Flux2Klein(Family):
-    objective = 'flow'
-    component = 'transformer'
+class Flux2Klein(FlowTransformer):
     text = Qwen3Layers
     blocks = (Flux2TransformerBlock, Flux2SingleTransformerBlock)
     # A gate lies above what it opens. In the joint blocks both, each three times as tall, lie below queries, keys and values.
     stacked: ClassVar = {'linear_in': 2, 'to_qkv_mlp_proj': 9}
-    channels_last = False
-    takes_bf16 = False  # its times are floating-point inputs, and 8 bits of a time are too few
     pipeline_class = Flux2KleinPipeline
     tags = ('flux-2-klein',)
     default_px = 1024
@@ -42,15 +38,13 @@ class Flux2Klein(Family):
         'tokenizer': (Qwen2Tokenizer,),
         'transformer': (Flux2Transformer2DModel,),
     }
-    schedulers = ('FlowMatchEulerDiscreteScheduler',)
     adapter_targets: ClassVar = {'attention': ATTENTION, 'attention+ff': (*ATTENTION, *FEED_FORWARD)}
 
     def build(self, config: Config) -> Flux2Transformer2DModel:
         """All modulations and the last layer begin at zero, as arXiv 2212.09748 has them (adaLN-Zero) and diffusers has not."""
         network = Flux2Transformer2DModel(**config)
         modulations = network.double_stream_modulation_img, network.double_stream_modulation_txt, network.single_stream_modulation
-        for layer in (*(modulation.linear for modulation in modulations), network.norm_out.linear, network.proj_out):
-            nn.init.zeros_(layer.weight)
+        begin_at_zero(*(modulation.linear for modulation in modulations), network.norm_out.linear, network.proj_out)
         return network
 
     def denoise(self, network: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
@@ -77,13 +71,10 @@ class Flux2Klein(Family):
     def sample(self, objective: Any, denoise: Denoise, noise: Tensor, steps: int) -> Tensor:
         """Take Euler's steps at the times of its pipeline, which depend on the number of latents and of steps."""
         mu = compute_empirical_mu(noise.shape[-2] * noise.shape[-1], steps)
-        return euler(denoise, noise, shifted(torch.linspace(1, 0, steps + 1, dtype=torch.float64), math.exp(mu)).float())
+        return euler(denoise, noise, evenly_shifted(steps, math.exp(mu)))
 
     def units(self, network: Any) -> set[nn.Module]:
         return {*network.transformer_blocks, *network.single_transformer_blocks}
-
-    def latent_channels(self, config: Config) -> int:
-        return config['in_channels']
 
     def text_width(self, config: Config) -> int:
         return config['joint_attention_dim']
@@ -91,9 +82,6 @@ class Flux2Klein(Family):
     def attention(self, config: Config, side: int, text_length: int) -> list[tuple[int, int, int]]:
         length = side**2 + text_length
         return [(length, length, config['attention_head_dim'])]
-
-    def example_times(self, batch: int) -> Tensor:
-        return torch.zeros(batch)
 
     def noise_shape(self, pipeline: Any, resolution: int) -> tuple[int, int, int]:
         side = resolution // pipeline.vae_scale_factor // 2

@@ -15,7 +15,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokeniz
 from diffusion.contracts.batch import Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.text import TextEncoders, find_masked
-from diffusion.families.family import Config, Family
+from diffusion.families.family import Config, FlowTransformer, begin_at_zero
 
 # Of diffusers' own class, and of the text encoder that its annotation names: nothing that a user of this project can change.
 warnings.filterwarnings('ignore', message='`LoraLoaderMixin` is deprecated', category=FutureWarning)
@@ -24,13 +24,9 @@ logging.getLogger('diffusers.pipelines.pipeline_utils').addFilter(
 )
 
 
-class Prx(Family):
-    objective = 'flow'
-    component = 'transformer'
+class Prx(FlowTransformer):
     blocks = (PRXBlock,)
     stacked: ClassVar = {'img_qkv_proj': 3, 'txt_kv_proj': 2, 'modulation.lin': 6}
-    channels_last = False
-    takes_bf16 = False  # its times and positions are floating-point inputs, and 8 bits of a time are too few
     masks_text = True
     pipeline_class = PRXPipeline
     tags = ('prx',)
@@ -53,9 +49,7 @@ class Prx(Family):
     def build(self, config: Config) -> PRXTransformer2DModel:
         """The last layer begins at zero, as in the original's code (Photoroom/PRX); diffusers does so with the blocks' modulation alone."""
         network = PRXTransformer2DModel(**config)
-        for layer in (network.final_layer.linear, network.final_layer.adaLN_modulation[1]):
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
+        begin_at_zero(network.final_layer.linear, network.final_layer.adaLN_modulation[1])
         return network
 
     def denoise(self, network: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
@@ -71,9 +65,6 @@ class Prx(Family):
     def token_width(self, config: Config) -> int:
         return config['hidden_size']
 
-    def latent_channels(self, config: Config) -> int:
-        return config['in_channels']
-
     def text_width(self, config: Config) -> int:
         return config['context_in_dim']
 
@@ -84,14 +75,9 @@ class Prx(Family):
         tokens = (side // config['patch_size']) ** 2
         return [(tokens, text_length + tokens, config['hidden_size'] // config['num_heads'])]
 
-    def example_times(self, batch: int) -> Tensor:
-        return torch.zeros(batch)
-
     def example_conditioning(self, config: Config, batch: int, text_length: int, dtype: torch.dtype) -> Conditioning:
         plain = super().example_conditioning(config, batch, text_length, dtype)
         return plain._replace(mask=torch.ones(batch, text_length, dtype=torch.bool))
 
     def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> Any:
-        # Null in Stable Diffusion's files, and the pipeline adds it to a tensor.
-        encoders.vae.module.register_to_config(shift_factor=encoders.vae.shift_factor)
         return self.assemble(network, encoders, scheduler, default_sample_size=resolution)

@@ -3,7 +3,6 @@ besides; it is told the pooled caption of two CLIPs, trained by rectified flow, 
 
 from typing import Any, ClassVar
 
-import torch
 from diffusers import AutoencoderKL, SchedulerMixin, SD3Transformer2DModel, StableDiffusion3Pipeline
 from diffusers.models.attention import JointTransformerBlock
 from torch import Tensor, nn
@@ -12,20 +11,16 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderMo
 from diffusion.contracts.batch import Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.text import ClipPairAndT5
-from diffusion.families.family import Config, Family
+from diffusion.families.family import Config, FlowTransformer, begin_at_zero
 from diffusion.objectives.flow import NUM_TRAIN_TIMESTEPS
 
 ATTENTION = ('to_q', 'to_k', 'to_v', 'to_out.0', 'add_q_proj', 'add_k_proj', 'add_v_proj', 'to_add_out')
 FEED_FORWARD = tuple(f'{stream}.net.{layer}' for stream in ('ff', 'ff_context') for layer in ('0.proj', '2'))
 
 
-class StableDiffusion3(Family):
-    objective = 'flow'
-    component = 'transformer'
+class StableDiffusion3(FlowTransformer):
     text = ClipPairAndT5
     blocks = (JointTransformerBlock,)
-    channels_last = False
-    takes_bf16 = False  # its times are floating-point inputs, and 8 bits of a time are too few
     pipeline_class = StableDiffusion3Pipeline
     tags = ('stable-diffusion-3',)
     adds_shift = True
@@ -39,15 +34,12 @@ class StableDiffusion3(Family):
         'tokenizer_3': (T5Tokenizer,),
         'transformer': (SD3Transformer2DModel,),
     }
-    schedulers = ('FlowMatchEulerDiscreteScheduler',)
     adapter_targets: ClassVar = {'attention': ATTENTION, 'attention+ff': (*ATTENTION, *FEED_FORWARD)}
 
     def build(self, config: Config) -> SD3Transformer2DModel:
         """All modulations and the last layer begin at zero, as arXiv 2212.09748 has them (adaLN-Zero) and diffusers has not."""
         network = SD3Transformer2DModel(**config)
-        for layer in (*self._modulations(network), network.norm_out.linear, network.proj_out):
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
+        begin_at_zero(*self._modulations(network), network.norm_out.linear, network.proj_out)
         return network
 
     def denoise(self, network: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
@@ -58,9 +50,6 @@ class StableDiffusion3(Family):
 
     def units(self, network: Any) -> set[nn.Module]:
         return set(network.transformer_blocks)
-
-    def latent_channels(self, config: Config) -> int:
-        return config['in_channels']
 
     def text_width(self, config: Config) -> int:
         return config['joint_attention_dim']
@@ -80,12 +69,8 @@ class StableDiffusion3(Family):
         modulations = {id(layer.weight) for layer in self._modulations(network)}
         return {weight: weight.shape[0] // weight.shape[1] if id(weight) in modulations else 1 for weight in super().matrices(network)}
 
-    def example_times(self, batch: int) -> Tensor:
-        return torch.zeros(batch)
-
     def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> Any:
         network.register_to_config(sample_size=resolution // encoders.vae.downsampling)  # its positions are stored with its weights
-        encoders.vae.module.register_to_config(shift_factor=encoders.vae.shift_factor)  # the pipeline adds it to a tensor, so null will not do
         return self.assemble(network, encoders, scheduler)
 
     def _modulations(self, network: Any) -> list[nn.Linear]:

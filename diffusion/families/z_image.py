@@ -12,21 +12,17 @@ from transformers import Qwen2Tokenizer, Qwen3ForCausalLM, Qwen3Model
 from diffusion.contracts.batch import Conditioning
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.encoders.text import Qwen3Chat
-from diffusion.families.family import Config, Family
-from diffusion.objectives.flow import NUM_TRAIN_TIMESTEPS, euler, shifted
+from diffusion.families.family import Config, FlowTransformer, begin_at_zero
+from diffusion.objectives.flow import NUM_TRAIN_TIMESTEPS, euler, evenly_shifted
 from diffusion.objectives.objective import Denoise
 
 ATTENTION = ('to_q', 'to_k', 'to_v', 'to_out.0')
 
 
-class ZImage(Family):
-    objective = 'flow'
-    component = 'transformer'
+class ZImage(FlowTransformer):
     text = Qwen3Chat
     blocks = (ZImageTransformerBlock,)
     stacked: ClassVar = {'adaLN_modulation.0': 4}  # scales and gates of attention and feed-forward layers
-    channels_last = False
-    takes_bf16 = False  # its times are floating-point inputs, and 8 bits of a time are too few
     masks_text = True
     pipeline_class = ZImagePipeline
     tags = ('z-image',)
@@ -40,7 +36,6 @@ class ZImage(Family):
         'tokenizer': (Qwen2Tokenizer,),
         'transformer': (ZImageTransformer2DModel,),
     }
-    schedulers = ('FlowMatchEulerDiscreteScheduler',)
     adapter_targets: ClassVar = {'attention': ATTENTION, 'attention+ff': (*ATTENTION, *(f'feed_forward.w{number}' for number in (1, 2, 3)))}
 
     def build(self, config: Config) -> ZImageTransformer2DModel:
@@ -48,9 +43,7 @@ class ZImage(Family):
         network = ZImageTransformer2DModel(**config)
         (last,) = network.all_final_layer.values()
         modulations = [block.adaLN_modulation[0] for block in (*network.noise_refiner, *network.layers)]
-        for layer in (*modulations, last.adaLN_modulation[1], last.linear):
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
+        begin_at_zero(*modulations, last.adaLN_modulation[1], last.linear)
         return network
 
     def denoise(self, network: nn.Module, noisy: Tensor, t: Tensor, conditioning: Conditioning) -> Tensor:
@@ -63,14 +56,10 @@ class ZImage(Family):
 
     def sample(self, objective: Any, denoise: Denoise, noise: Tensor, steps: int) -> Tensor:
         """Euler's steps at the times of its pipeline, which end at 1/N, shifted, and not at 1/1000."""
-        times = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-        return euler(denoise, noise, shifted(times, objective.settings.shift).float())
+        return euler(denoise, noise, evenly_shifted(steps, objective.settings.shift))
 
     def units(self, network: Any) -> set[nn.Module]:
         return {*network.noise_refiner, *network.context_refiner, *network.layers}
-
-    def latent_channels(self, config: Config) -> int:
-        return config['in_channels']
 
     def text_width(self, config: Config) -> int:
         return config['cap_feat_dim']
@@ -82,9 +71,5 @@ class ZImage(Family):
         image, text = (-(-tokens // SEQ_MULTI_OF) * SEQ_MULTI_OF for tokens in ((side // self.patch(config)) ** 2, text_length))
         return [(length, length, config['dim'] // config['n_heads']) for length in (image, text, image + text)]
 
-    def example_times(self, batch: int) -> Tensor:
-        return torch.zeros(batch)
-
     def pipeline(self, network: Any, encoders: FrozenEncoders, scheduler: SchedulerMixin, resolution: int) -> Any:
-        encoders.vae.module.register_to_config(shift_factor=encoders.vae.shift_factor)  # the pipeline adds it to a tensor, so null will not do
         return self.assemble(network, encoders, scheduler)

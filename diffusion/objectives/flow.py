@@ -119,6 +119,11 @@ def shifted(t: Tensor, shift: float) -> Tensor:
     return shift * t / (1 + (shift - 1) * t)
 
 
+def evenly_shifted(steps: int, shift: float) -> Tensor:
+    """(steps + 1,) float32, falling from 1 to 0: even times, shifted once, as pipelines have them that hand their own times to their scheduler."""
+    return shifted(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift).float()
+
+
 def sampling_times(steps: int, shift: float) -> Tensor:
     """(steps + 1,) float32, falling from 1 to 0: where sampling calls the network, and the end.
 
