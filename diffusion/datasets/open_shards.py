@@ -30,7 +30,7 @@ class OpenShards:
             FileNotFoundError: the shard is not on this disk.
             ValueError: its file is not what its header says; and whatever the decoder of a column raises.
         """
-        opened = self._open.pop(shard, None) or _OpenShard(os.open(_path(shard), os.O_RDONLY | os.O_CLOEXEC), shard)
+        opened = self._open.pop(shard, None) or _OpenShard(shard)
         if self.most:
             self._open[shard] = opened  # the last
         if len(self._open) > self.most:
@@ -49,9 +49,11 @@ class _OpenShard:
     """A shard is: uint32 number of rows, one offset more than rows, a JSON header, the rows. A row is: the uint32 sizes of its columns without a size
     of their own, then its columns."""
 
-    def __init__(self, descriptor: int, shard: MDSReader):
-        weakref.finalize(self, os.close, descriptor)  # when nobody reads it any more: another thread may forget it meanwhile
-        self.descriptor, self.num_bytes = descriptor, os.fstat(descriptor).st_size
+    def __init__(self, shard: MDSReader):
+        path = os.path.join(shard.dirname, shard.split, shard.raw_data.basename)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)  # when nobody reads it any more: another thread may forget it meanwhile
+        self.num_bytes = os.fstat(self.descriptor).st_size
         self.offsets = np.frombuffer(os.pread(self.descriptor, 4 * (shard.samples + 1), 4), '<u4')
         self.sizes = Struct(f'<{sum(not size for size in shard.column_sizes)}I')
         self.columns: list[tuple[str, int, Callable[[bytes], Any]]] = [
@@ -70,7 +72,3 @@ class _OpenShard:
             before, place = place, place + (size or next(sizes))
             row[name] = decode(data[before:place])
         return row
-
-
-def _path(shard: MDSReader) -> str:
-    return os.path.join(shard.dirname, shard.split, shard.raw_data.basename)

@@ -275,6 +275,8 @@ def read_shard(folder: Folder, shard: Shard, scratch: Path) -> Iterator[dict[str
     with quick_imports():
         from streaming.base.format.mds.reader import MDSReader  # imports torch; only the processes that read need it
 
+        from diffusion.datasets.open_shards import OpenShards
+
     where, expected = f'{folder.url}/{shard.path}', shard.hashes.get(HASH)
     try:
         path = folder.fetch(shard.path, scratch)
@@ -292,7 +294,8 @@ def read_shard(folder: Folder, shard: Shard, scratch: Path) -> Iterator[dict[str
         reader.validate(allow_unsafe_types=False)
     except ValueError as error:
         raise DataError(f'{where}: {error}; a column of this kind can run code: do not use data from this source') from None
+    opened = OpenShards()
     for i in range(shard.num_samples):
-        yield reader[i]
+        yield opened.row(reader, i)
     if path.parent == scratch:
         path.unlink()

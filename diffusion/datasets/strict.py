@@ -180,13 +180,12 @@ class StrictStreamingDataset(StreamingDataset):
         padded = self._get_work(epoch, begin)
         occurrences, sample_ids = np.divmod(padded[padded != -1], self.num_samples)
         shard_ids = np.asarray(np.searchsorted(self.sample_offset_per_shard, sample_ids, side='right')) - 1
-        states, doubted = self._shard_states.numpy(), self._doubted.numpy()
         ahead = _Ahead(self, shard_ids)
         atexit.register(ahead.end)  # after the dataset's own, so called before them
         ahead.start()
         try:
             for ahead.position, shard_id in enumerate(shard_ids):
-                if states[shard_id] != LOCAL or doubted[shard_id]:
+                if not ahead.has(shard_id):
                     self.prepare_shard(int(shard_id))
                 yield self.view(int(sample_ids[ahead.position]), int(occurrences[ahead.position]), epoch)
         finally:
@@ -216,10 +215,6 @@ class StrictStreamingDataset(StreamingDataset):
                 if time.monotonic() > end:
                     raise self._waited(shard_id) from error
                 self.prepare_shard(shard_id)
-
-    def has_shard(self, shard_id: int) -> bool:
-        """Whether a shard that was compared is in the cache."""
-        return bool(self._shard_states[shard_id] == LOCAL and not self._doubted[shard_id])
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Have a right copy of a shard in the cache.
@@ -311,8 +306,13 @@ class _Ahead(threading.Thread):
     def __init__(self, dataset: StrictStreamingDataset, shard_ids: NDArray[np.int64]):
         super().__init__(daemon=True)
         self.dataset, self.shard_ids = dataset, shard_ids
+        self.states, self.doubted = dataset._shard_states.numpy(), dataset._doubted.numpy()
         self.position = 0
         self.stopped = False
+
+    def has(self, shard_id: int) -> bool:
+        """Whether a shard that was compared is in the cache."""
+        return bool(self.states[shard_id] == LOCAL and not self.doubted[shard_id])
 
     def end(self) -> None:
         self.stopped = True
@@ -331,7 +331,7 @@ class _Ahead(threading.Thread):
             for shard_id in dict.fromkeys(self.shard_ids[begin:end].tolist()):
                 if self.stopped:
                     return
-                if dataset.has_shard(shard_id):
+                if self.has(shard_id):
                     dataset._shard_access_times[shard_id] = time.time_ns()  # it is not to be evicted now
                 elif shard_id not in failed:
                     try:
