@@ -116,7 +116,7 @@ def test_features_of_224_px_are_timms_to_rounding(folder):
 
 
 def test_images_are_squeezed_and_not_cropped(folder):
-    """As torchvision's Resize((224, 224)) does."""
+    """torchvision's Resize((224, 224)) does so."""
     (network,), wide = load_extractors(['dinov2-vitl14'], folder.parent), images(2, 96, seed=4)[:, :, :64]
     np.testing.assert_allclose(network.images(wide)['dinov2-vitl14'].numpy(), features_of(reference(folder), wide), atol=1e-4)
 

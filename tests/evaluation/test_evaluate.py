@@ -107,7 +107,7 @@ def test_the_result_says_what_was_compared_and_how(scored, images):
 
 
 def test_metrics_of_prompts_need_no_real_images(base, clip_folder, tmp_path):
-    """As benchmarks of preferences draw: the scores are those of the same prompts next to real images."""
+    """Benchmarks of preferences draw so: the scores are those of the same prompts next to real images."""
     prompts = tmp_path / 'prompts.txt'
     prompts.write_text('a red circle\na green square\n' * 8)
     options = ('--prompts', prompts, '--weights', clip_folder.parent, '--guidance', 3, '--steps', 2)

@@ -1,9 +1,10 @@
-"""What diffusers' DreamBooth scripts of all flow transformers have in common, to be held against a run: adapter steps, and images of an adapter."""
+"""Parts that diffusers' DreamBooth scripts of all flow transformers have in common, to be held against a run."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -13,8 +14,10 @@ from diffusion.contracts.batch import Conditioning
 from diffusion.datasets.keyed_random import Draw, normal
 from diffusion.families.family import Family
 from diffusion.families.pipeline import open_model
-from diffusion.recipe import Recipe, load_recipe
-from diffusion.training.builder import build_trainer
+from diffusion.recipe import Recipe, RecipeError, load_recipe
+from diffusion.training.builder import build_model, build_trainer
+from diffusion.training.machine import compile_network
+from diffusion.training.model import TextToImage
 from tests.conftest import REPOSITORY, run_here
 
 PROMPTS = ('a small red circle at the left on a blue background', 'a cyan square')
@@ -29,6 +32,59 @@ def adapter_recipe(name: str, changes: list[str], folder: Path, *more: str) -> R
     adapted = ['adapter.rank=4', 'adapter.alpha=8', 'data.kind=synthetic', 'batch.micro_size=8', 'train.duration=4ba', 'optimizer.lr=1e-2']
     streams = ['data.streams.subject=null', 'data.streams.class=null']
     return load_recipe(REPOSITORY / f'yamls/dreambooth-{name}-lora.yaml', [*changes, *adapted, *streams, f'run_folder={folder}', *more])
+
+
+def batch_of(model: TextToImage, count: int, script_sigmas: Callable[[Tensor], Tensor], noise_shape: tuple[int, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Latents of images, captions and times of a script that takes the middle of the posterior, so here that is all of it; and what it is given."""
+    generator = torch.Generator().manual_seed(count)
+    key = torch.stack([torch.zeros(count), torch.arange(count), torch.zeros(count)], dim=1).long()
+    images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    prompts = [PROMPTS[i % 2] for i in range(count)]
+    sigmas = script_sigmas(torch.rand(count, generator=generator))
+    mean = model.encoders.vae.encode(images).chunk(2, dim=1)[0]
+    moments = torch.cat([mean, torch.full_like(mean, -30)], dim=1)
+    batch = {'moments': moments, 'tokens': model.encoders.text.tokenize(prompts), 'sample_key': key, 'timesteps': sigmas}
+    return batch, (images, normal(model.seed, key, Draw.NOISE, noise_shape), sigmas, prompts)
+
+
+def compare_step(model: TextToImage, batch: Any, transformer: Any, script_loss: Callable[[], Tensor]) -> Any:
+    """Hold the loss of a batch and all gradients against the script's, which go into diffusers' own transformer; return the model's outputs."""
+    outputs = model(batch)
+    loss = model.loss(outputs, batch)
+    loss.backward()
+    transformer.train().zero_grad()
+    expected = script_loss()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, **CLOSE)
+    theirs = dict(transformer.named_parameters())
+    assert theirs.keys() == {name for name, _ in model.network.named_parameters()}
+    for name, weight in model.network.named_parameters():
+        torch.testing.assert_close(weight.grad, theirs[name].grad, **CLOSE)
+    assert sum(bool(weight.grad.any()) for weight in theirs.values()) > 0.9 * len(theirs)  # or the test tests nothing
+    return outputs
+
+
+def compare_compiled(model: TextToImage, batch: Any, family: Family, monkeypatch: Any, mode: Any = 'blocks', checkpointed: bool = True) -> None:
+    """Hold all gradients of compiled blocks or of a compiled network against those of eager ones."""
+    monkeypatch.setattr('diffusion.training.machine.BACKEND', 'aot_eager')
+    gradients = []
+    for step in range(2):
+        model.zero_grad()
+        if step and checkpointed:
+            family.checkpoint_activations(model.network)
+        if step:
+            compile_network(model.network, mode, family.blocks)
+        model.loss(model(batch), batch).backward()
+        gradients.append([weight.grad.clone() for weight in model.network.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def compare_refusal_of_bf16(network: str, changes: list[str]) -> None:
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', changes)
+    recipe.train.precision = 'bf16'
+    with pytest.raises(RecipeError, match=f'train.precision: bf16 would round the times that {network} is given'):
+        build_model(recipe, torch.device('cpu'))
 
 
 def compare_adapter_steps(recipe: Recipe, family: Family, transformer: Any, latents_of: Callable[[Tensor], Tensor], velocity: Velocity) -> None:

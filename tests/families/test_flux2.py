@@ -16,13 +16,22 @@ from diffusion.families.networks import find_network
 from diffusion.families.pipeline import generate, open_model
 from diffusion.families.registry import FAMILIES, build_network, training_flops
 from diffusion.objectives.flow import times
-from diffusion.recipe import RecipeError, load_recipe
+from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
 from diffusion.training.builder import build_model, build_trainer
-from diffusion.training.machine import compile_network
 from diffusion.training.model import TextToImage
 from tests.conftest import REPOSITORY, run_here
-from tests.families.dreambooth import CLOSE, PROMPTS, adapter_recipe, compare_adapter_steps, compare_images_of_adapter
+from tests.families.dreambooth import (
+    CLOSE,
+    PROMPTS,
+    adapter_recipe,
+    batch_of,
+    compare_adapter_steps,
+    compare_compiled,
+    compare_images_of_adapter,
+    compare_refusal_of_bf16,
+    compare_step,
+)
 
 FAMILY, CONFIG = FAMILIES['flux2'], find_network('tiny-flux2').config
 FLOW = FlowSettings(uniform_share=1.0)  # the script's default
@@ -61,7 +70,7 @@ def script_sigmas(uniform):
 
 
 def script_latents(plain, drawn):
-    """What the script makes of the VAE's latents (B, C, h, w)."""
+    """Latents as the script has them, of the VAE's (B, C, h, w)."""
     norm = plain.vae.bn
     std = torch.sqrt(norm.running_var.view(1, -1, 1, 1) + plain.vae.config.batch_norm_eps)
     return (plain._patchify_latents(drawn) - norm.running_mean.view(1, -1, 1, 1)) / std
@@ -90,19 +99,6 @@ def script_loss(plain, transformer, images, noise, sigmas, prompts):
     return (velocity - (noise - latents)).square().flatten(1).mean(dim=1).mean()
 
 
-def batch_of(model, count):
-    """Latents of images, captions and times of the script, and what it is given. It takes the middle of the posterior, so here that is all of it."""
-    generator = torch.Generator().manual_seed(count)
-    key = torch.stack([torch.zeros(count), torch.arange(count), torch.zeros(count)], dim=1).long()
-    images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    prompts = [PROMPTS[i % 2] for i in range(count)]
-    sigmas = script_sigmas(torch.rand(count, generator=generator))
-    mean = model.encoders.vae.encode(images).chunk(2, dim=1)[0]
-    moments = torch.cat([mean, torch.full_like(mean, -30)], dim=1)
-    batch = {'moments': moments, 'tokens': model.encoders.text.tokenize(prompts), 'sample_key': key, 'timesteps': sigmas}
-    return batch, (images, normal(model.seed, key, Draw.NOISE, (16, 4, 4)), sigmas, prompts)
-
-
 def test_text_is_encoded_as_the_pipeline_does(plain, model):
     text = model.encoders.text
     prompts = [*PROMPTS, '', ' '.join(['circle'] * 600)]
@@ -117,7 +113,7 @@ def test_text_is_encoded_as_the_pipeline_does(plain, model):
 
 def test_latents_are_those_of_the_script_and_come_back(plain, model):
     """Moments are of squares, so a draw from them is a draw from those of the VAE."""
-    vae, images = model.encoders.vae, batch_of(model, 2)[1][0]
+    vae, images = model.encoders.vae, batch_of(model, 2, script_sigmas, (16, 4, 4))[1][0]
     assert (vae.latent_channels, vae.downsampling) == (16, 8)
     with torch.no_grad():
         posterior = plain.vae.encode(images.float() / 127.5 - 1).latent_dist
@@ -143,19 +139,8 @@ def test_stored_latents_need_the_statistics_and_not_the_network(base_flux2):
 @pytest.mark.parametrize('count', [1, 3])
 def test_a_training_step_is_that_of_the_script(plain, model, count):
     """Loss and all gradients."""
-    batch, drawn = batch_of(model, count)
-    loss = model.loss(model(batch), batch)
-    loss.backward()
-    transformer = plain.transformer.train()
-    transformer.zero_grad()
-    expected = script_loss(plain, transformer, *drawn)
-    expected.backward()
-    torch.testing.assert_close(loss, expected, **CLOSE)
-    theirs = dict(transformer.named_parameters())
-    assert theirs.keys() == {name for name, _ in model.network.named_parameters()}
-    for name, weight in model.network.named_parameters():
-        torch.testing.assert_close(weight.grad, theirs[name].grad, **CLOSE)
-    assert sum(bool(weight.grad.any()) for weight in theirs.values()) > 0.9 * len(theirs)  # or the test tests nothing
+    batch, drawn = batch_of(model, count, script_sigmas, (16, 4, 4))
+    compare_step(model, batch, plain.transformer, lambda: script_loss(plain, plain.transformer, *drawn))
 
 
 def test_times_are_those_of_the_script():
@@ -200,7 +185,7 @@ def test_base_and_adapter_draw_what_the_merged_export_draws(base_flux2, changes,
 
 
 def test_an_adapter_of_a_distilled_sampler_is_refused(base_flux2, changes, tmp_path):
-    """Whose times its pipeline does not move."""
+    """Its pipeline does not move the times of such a sampler."""
     for part in base_flux2.iterdir():
         (tmp_path / part.name).symlink_to(part)
     (tmp_path / 'scheduler').unlink()
@@ -248,17 +233,7 @@ def test_flop_of_a_step_are_three_forward_passes():
 
 
 def test_compiled_it_is_the_same(model, monkeypatch):
-    monkeypatch.setattr('diffusion.training.machine.BACKEND', 'aot_eager')
-    batch, gradients = batch_of(model, 2)[0], []
-    for step in range(2):
-        model.zero_grad()
-        if step:
-            FAMILY.checkpoint_activations(model.network)
-            compile_network(model.network, 'blocks', FAMILY.blocks)
-        model.loss(model(batch), batch).backward()
-        gradients.append([weight.grad.clone() for weight in model.network.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    compare_compiled(model, batch_of(model, 2, script_sigmas, (16, 4, 4))[0], FAMILY, monkeypatch)
 
 
 def test_a_vae_of_another_family_is_refused(changes, base_z_image):
@@ -271,7 +246,4 @@ def test_a_vae_of_another_family_is_refused(changes, base_z_image):
 
 
 def test_times_are_not_rounded_to_bf16(changes):
-    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', changes)
-    recipe.train.precision = 'bf16'
-    with pytest.raises(RecipeError, match='train.precision: bf16 would round the times that tiny-flux2 is given'):
-        build_model(recipe, torch.device('cpu'))
+    compare_refusal_of_bf16('tiny-flux2', changes)

@@ -13,13 +13,21 @@ from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.networks import find_network
 from diffusion.families.registry import FAMILIES, build_network, family_of, training_flops
 from diffusion.objectives.flow import times
-from diffusion.recipe import RecipeError, load_recipe
+from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
 from diffusion.training.builder import build_model, build_trainer
-from diffusion.training.machine import compile_network
 from diffusion.training.model import TextToImage
 from tests.conftest import REPOSITORY, run_here
-from tests.families.dreambooth import CLOSE, PROMPTS, adapter_recipe, compare_adapter_steps, compare_images_of_adapter
+from tests.families.dreambooth import (
+    CLOSE,
+    PROMPTS,
+    adapter_recipe,
+    compare_adapter_steps,
+    compare_compiled,
+    compare_images_of_adapter,
+    compare_refusal_of_bf16,
+    compare_step,
+)
 
 FAMILY, CONFIG = FAMILIES['sd3'], find_network('tiny-sd3').config
 FLOW = FlowSettings(uniform_share=0.0, shift=3.0)  # the published model's, and the script's defaults
@@ -100,21 +108,9 @@ def test_text_is_encoded_as_the_pipeline_does(plain, model):
 def test_a_training_step_is_that_of_the_script(plain, model, count):
     """Loss and all gradients. The script's other loss, of preconditioned outputs, is the same error times the square of the noise level."""
     batch, drawn = batch_of(model, count)
-    outputs = model(batch)
-    loss = model.loss(outputs, batch)
-    loss.backward()
-    transformer = plain.transformer.train()
-    transformer.zero_grad()
-    expected = script_loss(plain, transformer, *drawn, precondition=False)
-    expected.backward()
-    torch.testing.assert_close(loss, expected, **CLOSE)
-    theirs = dict(transformer.named_parameters())
-    assert theirs.keys() == {name for name, _ in model.network.named_parameters()}
-    for name, weight in model.network.named_parameters():
-        torch.testing.assert_close(weight.grad, theirs[name].grad, **CLOSE)
-    assert sum(bool(weight.grad.any()) for weight in theirs.values()) > 0.9 * len(theirs)  # or the test tests nothing
+    outputs = compare_step(model, batch, plain.transformer, lambda: script_loss(plain, plain.transformer, *drawn, precondition=False))
     per_sample = (outputs.prediction - outputs.target).square().flatten(1).mean(dim=1)
-    torch.testing.assert_close((drawn[3] ** 2 * per_sample).mean(), script_loss(plain, transformer, *drawn, precondition=True), **CLOSE)
+    torch.testing.assert_close((drawn[3] ** 2 * per_sample).mean(), script_loss(plain, plain.transformer, *drawn, precondition=True), **CLOSE)
 
 
 def test_times_are_those_of_the_script():
@@ -207,18 +203,7 @@ def test_flop_of_a_step_are_three_forward_passes():
 @pytest.mark.parametrize('checkpointed', [False, True])
 @pytest.mark.parametrize('mode', ['network', 'blocks'])
 def test_compiled_it_is_the_same(model, mode, checkpointed, monkeypatch):
-    monkeypatch.setattr('diffusion.training.machine.BACKEND', 'aot_eager')
-    batch, gradients = batch_of(model, 2)[0], []
-    for step in range(2):
-        model.zero_grad()
-        if step and checkpointed:
-            FAMILY.checkpoint_activations(model.network)
-        if step:
-            compile_network(model.network, mode, FAMILY.blocks)
-        model.loss(model(batch), batch).backward()
-        gradients.append([weight.grad.clone() for weight in model.network.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    compare_compiled(model, batch_of(model, 2)[0], FAMILY, monkeypatch, mode, checkpointed)
 
 
 def test_encoders_of_another_family_are_refused(changes, encoders_xl_folder):
@@ -230,7 +215,4 @@ def test_encoders_of_another_family_are_refused(changes, encoders_xl_folder):
 
 
 def test_times_are_not_rounded_to_bf16(changes):
-    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', changes)
-    recipe.train.precision = 'bf16'
-    with pytest.raises(RecipeError, match='train.precision: bf16 would round the times that tiny-sd3 is given'):
-        build_model(recipe, torch.device('cpu'))
+    compare_refusal_of_bf16('tiny-sd3', changes)

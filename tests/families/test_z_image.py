@@ -16,13 +16,21 @@ from diffusion.families.networks import find_network
 from diffusion.families.pipeline import generate, open_model
 from diffusion.families.registry import FAMILIES, build_network, training_flops
 from diffusion.objectives.flow import times
-from diffusion.recipe import RecipeError, load_recipe
+from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
-from diffusion.training.builder import build_model, build_trainer
-from diffusion.training.machine import compile_network
+from diffusion.training.builder import build_trainer
 from diffusion.training.model import TextToImage
 from tests.conftest import REPOSITORY
-from tests.families.dreambooth import CLOSE, PROMPTS, adapter_recipe, compare_adapter_steps, compare_images_of_adapter
+from tests.families.dreambooth import (
+    PROMPTS,
+    adapter_recipe,
+    batch_of,
+    compare_adapter_steps,
+    compare_compiled,
+    compare_images_of_adapter,
+    compare_refusal_of_bf16,
+    compare_step,
+)
 
 FAMILY, CONFIG = FAMILIES['z-image'], find_network('tiny-z-image').config
 FLOW = FlowSettings(uniform_share=1.0, shift=6.0)  # the published model's, and the script's defaults
@@ -76,19 +84,6 @@ def script_loss(plain, transformer, images, noise, sigmas, prompts):
     return (velocity - (noise - latents)).square().flatten(1).mean(dim=1).mean()
 
 
-def batch_of(model, count):
-    """Latents of images, captions and times of the script, and what it is given. It takes the middle of the posterior, so here that is all of it."""
-    generator = torch.Generator().manual_seed(count)
-    key = torch.stack([torch.zeros(count), torch.arange(count), torch.zeros(count)], dim=1).long()
-    images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    prompts = [PROMPTS[i % 2] for i in range(count)]
-    sigmas = script_sigmas(torch.rand(count, generator=generator))
-    mean = model.encoders.vae.encode(images).chunk(2, dim=1)[0]
-    moments = torch.cat([mean, torch.full_like(mean, -30)], dim=1)
-    batch = {'moments': moments, 'tokens': model.encoders.text.tokenize(prompts), 'sample_key': key, 'timesteps': sigmas}
-    return batch, (images, normal(model.seed, key, Draw.NOISE, (4, 8, 8)), sigmas, prompts)
-
-
 def test_text_is_encoded_as_the_pipeline_does(plain, model):
     text = model.encoders.text
     prompts = [*PROMPTS, '', ' '.join(['circle'] * 600)]
@@ -106,23 +101,12 @@ def test_text_is_encoded_as_the_pipeline_does(plain, model):
 @pytest.mark.parametrize('count', [1, 3])
 def test_a_training_step_is_that_of_the_script(plain, model, count):
     """Loss and all gradients, of captions of several lengths in one batch."""
-    batch, drawn = batch_of(model, count)
-    loss = model.loss(model(batch), batch)
-    loss.backward()
-    transformer = plain.transformer.train()
-    transformer.zero_grad()
-    expected = script_loss(plain, transformer, *drawn)
-    expected.backward()
-    torch.testing.assert_close(loss, expected, **CLOSE)
-    theirs = dict(transformer.named_parameters())
-    assert theirs.keys() == {name for name, _ in model.network.named_parameters()}
-    for name, weight in model.network.named_parameters():
-        torch.testing.assert_close(weight.grad, theirs[name].grad, **CLOSE)
-    assert sum(bool(weight.grad.any()) for weight in theirs.values()) > 0.9 * len(theirs)  # or the test tests nothing
+    batch, drawn = batch_of(model, count, script_sigmas, (4, 8, 8))
+    compare_step(model, batch, plain.transformer, lambda: script_loss(plain, plain.transformer, *drawn))
 
 
 def test_what_lies_at_padding_changes_nothing(model):
-    batch = batch_of(model, 2)[0]
+    batch = batch_of(model, 2, script_sigmas, (4, 8, 8))[0]
     conditioning = model.conditioning(batch)
     noisy, t = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0.2, 0.7])
     expected = model.denoise(noisy, t, conditioning)
@@ -177,7 +161,7 @@ def test_an_adapter_of_another_shift_is_refused(changes, tmp_path):
 
 
 def test_a_network_in_several_files_is_loaded_whole(base_z_image, model, tmp_path):
-    """As the published one lies."""
+    """The published one lies so."""
     ZImageTransformer2DModel.from_pretrained(base_z_image, subfolder='transformer').save_pretrained(tmp_path / 'transformer', max_shard_size='40KB')
     files = sorted((tmp_path / 'transformer').glob('*.safetensors'))
     assert len(files) > 1
@@ -230,17 +214,7 @@ def test_flop_of_a_step_are_three_forward_passes():
 
 
 def test_compiled_it_is_the_same(model, monkeypatch):
-    monkeypatch.setattr('diffusion.training.machine.BACKEND', 'aot_eager')
-    batch, gradients = batch_of(model, 2)[0], []
-    for step in range(2):
-        model.zero_grad()
-        if step:
-            FAMILY.checkpoint_activations(model.network)
-            compile_network(model.network, 'blocks', FAMILY.blocks)
-        model.loss(model(batch), batch).backward()
-        gradients.append([weight.grad.clone() for weight in model.network.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    compare_compiled(model, batch_of(model, 2, script_sigmas, (4, 8, 8))[0], FAMILY, monkeypatch)
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(base_z_image, changes, tmp_path):
@@ -256,7 +230,4 @@ def test_a_tokenizer_without_a_chat_template_is_refused(base_z_image, changes, t
 
 
 def test_times_are_not_rounded_to_bf16(changes):
-    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', changes)
-    recipe.train.precision = 'bf16'
-    with pytest.raises(RecipeError, match='train.precision: bf16 would round the times that tiny-z-image is given'):
-        build_model(recipe, torch.device('cpu'))
+    compare_refusal_of_bf16('tiny-z-image', changes)
