@@ -1,18 +1,16 @@
 """Jobs as they run, for a terminal, and their results on this machine, each file whole or not at all."""
 
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-import requests
-
-from diffusion.checkpoints.manifest import sha256_of
-from diffusion.common.files import replacing
+from diffusion.checkpoints.manifest import Content, sha256_of
 from diffusion.common.text import counted
 from diffusion.contracts.errors import FINISHED, INCOMPLETE, IncompleteError, InputError
+from fleet.attempts.backend import BackendUnavailable
+from fleet.attempts.transfers import WrongContent, download
 from fleet.client.http import PAUSES_SEC, FleetClient, quoted, sleep
 from fleet.policies.rows import JobState
 
@@ -113,9 +111,6 @@ def _span(sec: float) -> str:
 
 # Results of a job on this machine, each file whole or not at all.
 
-CHUNK_BYTES = 1 << 20
-TIMEOUT_SEC = (10, 60)
-
 
 def fetch_results(client: FleetClient, job: str, out: Path, say: Callable[[str], None]) -> None:
     """Download all files of a finished job.
@@ -145,42 +140,18 @@ def fetch_results(client: FleetClient, job: str, out: Path, say: Callable[[str],
 
 
 def _download(client: FleetClient, job: str, name: str, path: Path) -> None:
+    """Fetch a file beside its place, under a hidden name by which an interrupted fetch resumes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     reason = ''
     for pause in (*PAUSES_SEC, None):
         content: dict[str, Any] = client.get(f'/jobs/{quoted(job)}/results')['files'][name]  # signed again: a URL lives for a quarter of an hour
+        arrived = path.with_name(f'.{path.name}')
         try:
-            with requests.get(content['url'], stream=True, timeout=TIMEOUT_SEC, allow_redirects=False) as answer:
-                if answer.status_code == 200:
-                    reason = _receive(answer, content, path)
-                    if not reason:
-                        return
-                else:
-                    reason = f'HTTP {answer.status_code}'
-        except requests.RequestException as error:
-            reason = type(error).__name__
+            download(content['url'], arrived, Content(content['sha256'], content['bytes']), lambda: False)
+            arrived.replace(path)
+            return
+        except (BackendUnavailable, WrongContent) as error:
+            reason = str(error)
         if pause is not None:
             sleep(pause)
     raise IncompleteError(f'{name}: {reason}; run the same command again')
-
-
-class _Damaged(Exception):
-    pass
-
-
-def _receive(answer: requests.Response, content: dict[str, Any], path: Path) -> str:
-    """Write the body; returns why it was not kept, '' if it was."""
-    digest, num_bytes = hashlib.sha256(), 0
-    try:
-        with replacing(path) as temporary, temporary.open('wb') as file:
-            for chunk in answer.iter_content(CHUNK_BYTES):
-                num_bytes += len(chunk)
-                if num_bytes > content['bytes']:
-                    raise _Damaged('more bytes arrive than the job has published')
-                digest.update(chunk)
-                file.write(chunk)
-            if digest.hexdigest() != content['sha256']:
-                raise _Damaged('its digest is not the one that the job has published')
-            file.flush()
-    except _Damaged as error:
-        return str(error)
-    return ''

@@ -1,4 +1,7 @@
-"""A folder of photos as one archive, byte for byte the same wherever and whenever it is packed: its digest is its name in the bucket."""
+"""Jobs from files to the queue, with the folders of photos that they name.
+
+A folder becomes one archive, byte for byte the same wherever and whenever it is packed: its digest is its name in the bucket.
+"""
 
 import hashlib
 import json

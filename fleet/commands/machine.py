@@ -150,7 +150,7 @@ class WorkerCommand(Command):
         from fleet.attempts.attempt import Programs, write_log
         from fleet.attempts.workplace import StopRequest
         from fleet.jobs.checking import RECIPES
-        from fleet.worker.worker import FleetWorker, MachineFacts, WorkerOptions, gpu_of_driver, host_name
+        from fleet.worker.worker import FleetWorker, MachineFacts, gpu_of_driver, host_name
 
         try:
             token = self.token_file.read_text().strip()
@@ -168,10 +168,11 @@ class WorkerCommand(Command):
             num_gpus=self.gpus,
             image=self.image,
         )
-        options = WorkerOptions(self.work, self.idle_min * 60, self.keep_gb, self.recipes or RECIPES)
-        stop = StopRequest()
+        programs, stop = Programs.here(self.gpus), StopRequest()
         with stop.on_signals():
-            return FleetWorker(self.server, token, machine, options, Programs.here(self.gpus), stop, write_log).run()
+            return FleetWorker(
+                self.server, token, machine, self.work, programs, stop, write_log, self.idle_min * 60, self.keep_gb, self.recipes or RECIPES
+            ).run()
 
     def end(self) -> int:
         try:
@@ -184,7 +185,7 @@ class WorkerCommand(Command):
 class RunCommand(Command):
     """Do one job on this machine: the whole of a worker without a queue, for Kubernetes, Slurm, SkyPilot or a terminal.
 
-        python -m fleet run JOB.yaml --work DIR [--outputs URL-or-folder] [--gpus N] [--epoch N]
+        python -m fleet run JOB.yaml --work DIR --outputs URL-or-folder [--gpus N] [--epoch N]
 
     JOB.yaml is what `submit` takes. Inputs may be folders or files of this machine, by their paths from the folder of JOB.yaml:
     `inputs: {subject: photos/timber}`; an address (`url`) has `sha256` and `bytes` besides, a folder has neither. `submit --keys` prints all keys.
@@ -199,7 +200,7 @@ class RunCommand(Command):
 
     job: Path = positional('JOB.yaml', 'the job')
     work: Path = option(..., 'folder of this machine for files of the job, and for base models that stay', 'DIR')
-    outputs: str | None = option(None, "folder or URL that gets a folder JOB (default: the job's outputs.prefix)", 'PREFIX')
+    outputs: str = option(..., 'folder or URL that gets a folder JOB', 'PREFIX')
     gpus: PositiveInt = option(1, 'processes, one a GPU', 'N')
     epoch: PositiveInt | None = option(None, "the engine's number of this attempt, larger than of any before (default: the next one)", 'N')
     keep_gb: PositiveFloat = option(50.0, 'base models kept for later jobs', 'GB')
@@ -207,15 +208,14 @@ class RunCommand(Command):
 
     def end(self) -> int:
         from fleet.attempts.attempt import Programs
-        from fleet.attempts.direct import RunOptions, run_job
+        from fleet.attempts.direct import run_job
         from fleet.attempts.workplace import StopRequest
         from fleet.jobs.checking import RECIPES
 
-        options = RunOptions(self.job, self.work, self.outputs, self.epoch, self.recipes or RECIPES, self.keep_gb)
-        stop = StopRequest()
+        programs, stop = Programs.here(self.gpus), StopRequest()
         with stop.on_signals():
             try:
-                return run_job(options, Programs.here(self.gpus), stop)
+                return run_job(self.job, self.work, self.outputs, programs, stop, self.epoch, self.recipes or RECIPES, self.keep_gb)
             except OSError as error:
                 print_message(f'{self.work}: {error}')
                 return STALLED

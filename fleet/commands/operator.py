@@ -1,14 +1,21 @@
 """Commands of operators: machines, owners, pools, and how many machines there are."""
 
-from typing import Annotated, Any
+import shlex
+import subprocess
+import time
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr
 
 from diffusion.common.command_line import option, positional
-from diffusion.common.text import markdown_table, print_page
-from diffusion.contracts.errors import InputError
+from diffusion.common.text import markdown_table, print_message, print_page, redacted
+from diffusion.contracts.errors import FINISHED, INCOMPLETE, IncompleteError, InputError
 from fleet.commands.owner import Asking
 
+if TYPE_CHECKING:  # it imports requests
+    from fleet.client.http import FleetClient
+
+COMMAND_SEC, AGAIN_SEC = 120, 600.0  # that the command of `scale` may take; after which it is run again for the same number
 Dollars = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -202,13 +209,65 @@ class ScaleCommand(Asking):
     once: bool = option(False, 'one look, for cron')
     dry_run: bool = option(False, 'say what would be done, once')
 
+    _last: tuple[int, float] | None = PrivateAttr(None)  # number that the command was given, and when
+
     def run(self) -> int:
         from fleet.client.http import sleep
-        from fleet.client.scaling import Scaler, command_words, repeat
 
-        words = command_words(self.command)
-        scaler = Scaler(self.client(), {'max': self.max, 'wanted_hours': self.wanted_hours, 'idle_sec': self.idle_sec}, words, self.dry_run)
+        self.words()
+        client = self.client()
         if self.once or self.dry_run:
-            return 0 if scaler.look() else 3
-        repeat(scaler.look, self.every_sec, sleep)
-        return 0
+            return FINISHED if self.look(client) else INCOMPLETE
+        while True:
+            try:
+                self.look(client)
+            except IncompleteError as error:  # a service that is away is asked again
+                print_message(error)
+            sleep(self.every_sec)
+
+    def words(self) -> list[str]:
+        """Split the command as a shell would.
+
+        Raises:
+            InputError: {replicas} is in none of its words, or quotes are not closed.
+        """
+        try:
+            words = shlex.split(self.command)
+        except ValueError as error:
+            raise InputError(f'--command: {error}') from error
+        if not any('{replicas}' in word for word in words):
+            raise InputError('--command: {replicas} is missing, in whose place the number of machines is put')
+        return words
+
+    def look(self, client: 'FleetClient') -> bool:
+        """Do what is to be done now; False if the command failed, which is then run again with the next look."""
+        from fleet.client.http import ServiceRefusal, quoted
+
+        answer = client.get('/scale', max=self.max, wanted_hours=self.wanted_hours, idle_sec=self.idle_sec)
+        replicas = int(answer['replicas'])
+        if self._last is not None and self._last[0] == replicas and not answer['drain'] and time.monotonic() - self._last[1] < AGAIN_SEC:
+            return True
+        words = [word.replace('{replicas}', str(replicas)) for word in self.words()]
+        drained = f'; these leave: {", ".join(answer["drain"])}' if answer['drain'] else ''
+        print_page(f'{replicas} machines wanted ({answer["why"]}), {answer["live"]} here{drained}')
+        if self.dry_run:
+            print(f'would run: {" ".join(words)}', flush=True)
+            return True
+        for name in answer['drain']:  # before their number shrinks: none of them may take a job in between
+            try:
+                client.post(f'/nodes/{quoted(name)}/drain', {'reason': 'idle, and not needed'})
+            except ServiceRefusal as error:  # it has left by itself
+                print_message(error)
+        self._last = (replicas, time.monotonic()) if _succeeds(words) else None
+        return self._last is not None
+
+
+def _succeeds(words: list[str]) -> bool:
+    try:
+        result = subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SEC, check=False, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print_message(f'{words[0]}: {error}')
+        return False
+    if result.returncode:
+        print_message(f'{words[0]} ended with {result.returncode}: {redacted(result.stderr.strip())[-500:]}')
+    return result.returncode == 0

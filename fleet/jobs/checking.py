@@ -152,17 +152,14 @@ def _is_plain(text: str) -> bool:
 
 
 def queue_mistakes(spec: JobSpec, may_be_http: bool = False) -> list[str]:
-    """List what a queue refuses beside the recipe's judgement; `fleet run` takes it.
+    """List what a queue refuses beside the recipe's judgement; `fleet run`, which sends no notices, takes it.
 
     Args:
         may_be_http: whether the service sends notices without TLS, to networks that it was told of.
     """
-    found = []
-    if not may_be_http and (spec.notify.webhook or 'https://').startswith('http://'):
-        found.append(f'notify.webhook: {spec.notify.webhook} must begin with https://; http:// needs a service with --allow-notices-to')
-    if spec.outputs.prefix is not None:
-        found.append('outputs.prefix: in a queue results go to the place of their owner; leave it out')
-    return found
+    if may_be_http or not (spec.notify.webhook or '').startswith('http://'):
+        return []
+    return [f'notify.webhook: {spec.notify.webhook} must begin with https://; http:// needs a service with --allow-notices-to']
 
 
 def recipe_overrides(spec: JobSpec, folders: Mapping[str, str]) -> list[str]:

@@ -50,13 +50,6 @@ class JobInput:
 
 
 @dataclass
-class JobOutputs:
-    prefix: str | None = key(
-        None, "Where results go. With `fleet run` a folder or URL; in a queue always the owner's own place, and nothing else may be said."
-    )
-
-
-@dataclass
 class MachineNeeds:
     """Which machines may take a job."""
 
@@ -97,7 +90,6 @@ class JobSpec:
     inputs: dict[str, JobInput] = key(
         dict, 'Archives by name. The name of a stream of the recipe that has `photos` is their folder; `base` is the model in the diffusers layout.'
     )
-    outputs: JobOutputs = key(JobOutputs)
     needs: MachineNeeds = key(MachineNeeds)
     limits: JobLimits = key(JobLimits)
     priority: int = key(0, 'Among the jobs of its owner: larger ones first.', low=-LARGEST_COUNT, high=LARGEST_COUNT)

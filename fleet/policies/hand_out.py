@@ -148,7 +148,7 @@ def wanted_nodes(num_leased: int, num_takeable: int, num_stranded: int, num_live
     """Machines wanted: one for each job that is leased or could be, and no more than the work or the limit allows.
 
     Args:
-        num_stranded: jobs that every live machine is banned from (last_job.py): one machine more than there are has to come.
+        num_stranded: jobs that every live machine is banned from: one machine more than there are has to come.
         remaining_hours: of all jobs, on machines; None: not known.
     """
     wanted = num_leased + num_takeable

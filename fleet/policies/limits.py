@@ -1,34 +1,23 @@
 """Limits of jobs and owners: hours and dollars of machines, and leases at the same time."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from statistics import median
 
 from fleet.policies.rows import AttemptRow, Ending, JobRow, OwnerRow
 
 
-@dataclass(frozen=True)
-class Stop:
-    """A running attempt is to stop: it ends with `ending`, and `reason` is for the owner."""
+def why_stopped(job: JobRow, attempts: Iterable[AttemptRow], owner: OwnerRow) -> str | None:
+    """Why the job's running attempt must stop, for its owner; None: it goes on. Asked at each renewal.
 
-    ending: Ending
-    reason: str
-
-
-def must_stop(job: JobRow, attempts: Iterable[AttemptRow], owner: OwnerRow) -> Stop | None:
-    """Whether the job's running attempt must stop; asked at each renewal.
-
-    A job beyond its own limits is given up (`Ending.LIMIT`); one whose owner has no money saves, and waits in the queue for more (`Ending.RELEASED`).
+    A job beyond its own limits is given up when it has; one whose owner has no money waits in the queue for more.
 
     Args:
         attempts: all of the job, the running one up to its last sign.
     """
     if reason := beyond_limits(job, attempts):
-        return Stop(Ending.LIMIT, reason)
+        return reason
     if owner.dollars_left <= 0:
-        return Stop(
-            Ending.RELEASED, f'the budget of {owner.name} is spent ({-owner.dollars_left:.2f} dollars beyond it): the job waits until it is raised'
-        )
+        return f'the budget of {owner.name} is spent ({-owner.dollars_left:.2f} dollars beyond it): the job waits until it is raised'
     return None
 
 

@@ -4,7 +4,6 @@ A provider bills a machine from the start of its stay to its last sign of life (
 last sign. The difference is time that a machine waited for a job. The start of an attempt, until its first step, is part of it and named as well.
 """
 
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -54,27 +53,21 @@ JOBS = f"""
 """
 
 
-@dataclass(frozen=True)
-class Period:
-    """Time that a bill covers; None: since the fleet's beginning, or until now."""
-
-    since: datetime | None = None
-    until: datetime | None = None
-
-
-def bill(connection: Connection, owner: str | None = None, period: Period | None = None, limit: int = 1000) -> dict[str, Any]:
+def bill(
+    connection: Connection, owner: str | None = None, since: datetime | None = None, until: datetime | None = None, limit: int = 1000
+) -> dict[str, Any]:
     """Sum up what machines cost.
 
     Args:
         owner: whose attempts; None: everyone's, and what no attempt covers.
+        since, until: time that it covers; None: since the fleet's beginning, or until now.
         limit: jobs that are listed, the dearest first; the sums are of all.
 
     Returns:
         `total` and the lists `owners`, `pools` and `jobs`. Hours are of machines, dollars those of the price at enrolment. For everyone a pool
         also has `session_hours`, `session_dollars`, `idle_hours` and `idle_dollars`, and so has the total: the sum is what the provider bills.
     """
-    period = period or Period()
-    values = {'since': period.since, 'until': period.until, 'owner': owner, 'limit': limit}
+    values = {'since': since, 'until': until, 'owner': owner, 'limit': limit}
 
     def rows(query: str) -> list[dict[str, Any]]:
         return connection.execute(PERIOD + query, values).fetchall()
@@ -92,8 +85,8 @@ def bill(connection: Connection, owner: str | None = None, period: Period | None
         total |= {name: sum(pool.get(name, 0.0) for pool in pools.values()) for name in names}
     jobs = rows(JOBS)
     return {
-        'since': period.since.isoformat() if period.since else None,
-        'until': period.until.isoformat() if period.until else None,
+        'since': since.isoformat() if since else None,
+        'until': until.isoformat() if until else None,
         'total': total,
         'owners': owners,
         'pools': list(pools.values()),

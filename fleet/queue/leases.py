@@ -12,7 +12,7 @@ from typing import Any, Literal
 from psycopg.types.json import Jsonb
 
 from diffusion.common.processes import failpoint
-from fleet.policies.limits import must_stop, reference_speed, why_slow
+from fleet.policies.limits import reference_speed, why_slow, why_stopped
 from fleet.policies.rows import AttemptRow, Ending, NodeState
 from fleet.queue import reading
 from fleet.queue.database import Connection
@@ -165,8 +165,8 @@ def renew(
     own = reading.attempts(connection, 'a.job = %s', held.job)
     owner = reading.owners(connection, 'o.name = %s', job.owner)[0]
     attempt = next(one for one in own if one.epoch == held.epoch)
-    if stop := must_stop(job, own, owner):
-        return 'stop', stop.reason  # within what is left of the lease: who trains on loses it
+    if reason := why_stopped(job, own, owner):
+        return 'stop', reason  # within what is left of the lease: who trains on loses it
     connection.execute("update job set lease_until = now() + %s * interval '1 second' where id = %s", [terms.lease_sec, held.job])
     node = reading.nodes(connection, 'n.name = %s', held.node)[0]
     if node.state != NodeState.LIVE:

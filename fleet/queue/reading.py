@@ -40,33 +40,25 @@ def now(connection: Connection) -> float:
     return _one(connection, 'select extract(epoch from now())::float8 as now')['now']
 
 
-def job_row(row: dict[str, Any]) -> JobRow:
-    row = dict(row)
-    needs = MachineNeeds(row.pop('gpu_gb'), row.pop('image'), row.pop('trusted'))
-    return JobRow(**{**row, 'state': JobState(row['state']), 'limits': JobLimits(**row['limits']), 'needs': needs})
-
-
-def attempt_row(row: dict[str, Any]) -> AttemptRow:
-    return AttemptRow(**{**row, 'ending': Ending(row['ending']) if row['ending'] else None})
-
-
-def node_row(row: dict[str, Any]) -> NodeRow:
-    return NodeRow(**{**row, 'state': NodeState(row['state'])})
-
-
 def jobs(connection: Connection, condition: str, *values: Any) -> list[JobRow]:
     """The jobs `j` of a condition."""
-    return [job_row(row) for row in connection.execute(f'select {JOB} from job j where {condition}', values)]
+    found = []
+    for row in connection.execute(f'select {JOB} from job j where {condition}', values):
+        needs = MachineNeeds(row.pop('gpu_gb'), row.pop('image'), row.pop('trusted'))
+        found.append(JobRow(**{**row, 'state': JobState(row['state']), 'limits': JobLimits(**row['limits']), 'needs': needs}))
+    return found
 
 
 def attempts(connection: Connection, condition: str, *values: Any) -> list[AttemptRow]:
     """The attempts `a` at jobs `j` of a condition, in no order."""
-    return [attempt_row(row) for row in connection.execute(f'select {ATTEMPT} where {condition}', values)]
+    rows = connection.execute(f'select {ATTEMPT} where {condition}', values)
+    return [AttemptRow(**{**row, 'ending': Ending(row['ending']) if row['ending'] else None}) for row in rows]
 
 
 def nodes(connection: Connection, condition: str = 'true', *values: Any) -> list[NodeRow]:
     """The nodes `n` of a condition."""
-    return [node_row(row) for row in connection.execute(f'select {NODE} where {condition} order by n.name', values)]
+    rows = connection.execute(f'select {NODE} where {condition} order by n.name', values)
+    return [NodeRow(**{**row, 'state': NodeState(row['state'])}) for row in rows]
 
 
 def bans(connection: Connection, condition: str = 'until > now()', *values: Any) -> list[Ban]:

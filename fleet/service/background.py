@@ -5,7 +5,6 @@ import hashlib
 import hmac
 import ipaddress
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -23,27 +22,47 @@ GONE_AFTER = 3.0  # leases without a sign of life after which a machine's stay h
 SWEEPS = 0x737765  # advisory lock: of several services one sweeps; it goes with the connection, however that ends
 
 
-class Sweeper:
-    """A thread that sweeps, for as long as the service runs; claims take lapsed leases back too."""
+class RepeatedWork:
+    """A thread that calls `look` again and again, for as long as the service runs.
 
-    def __init__(self, database: Database, settings: LeaseSettings, every_sec: float = 5.0):
-        self.database, self.settings, self.every_sec = database, settings, every_sec
+    Args:
+        every_sec: between two looks.
+    """
+
+    ending_sec = 10.0  # that a look may take when the service ends
+
+    def __init__(self, database: Database, every_sec: float):
+        self.database, self.every_sec = database, every_sec
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._run, name='sweeper', daemon=True)
+        self.thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
 
     def start(self) -> None:
         self.thread.start()
 
     def stop(self) -> None:
         self.ended.set()
-        self.thread.join(10)
+        self.thread.join(self.ending_sec)
 
     def _run(self) -> None:
         while not self.ended.wait(self.every_sec):
             try:
-                self.sweep()
-            except Exception as error:  # a database that restarts; whatever it is, the next look may succeed, and without sweeps leases stay
-                print_message(f'sweeper: {redacted(first_line(error, with_type=True))}')
+                self.look()
+            except Exception as error:  # a database that restarts, no file descriptor is left; whatever it is, the next look may succeed
+                print_message(f'{self.thread.name}: {redacted(first_line(error, with_type=True))}')
+
+    def look(self) -> None:
+        raise NotImplementedError
+
+
+class Sweeper(RepeatedWork):
+    """Sweeps up what nobody asks for; claims take lapsed leases back too."""
+
+    def __init__(self, database: Database, settings: LeaseSettings, every_sec: float = 5.0):
+        super().__init__(database, every_sec)
+        self.settings = settings
+
+    def look(self) -> None:
+        self.sweep()
 
     def sweep(self) -> bool:
         """Look once; False if another service is at it."""
@@ -101,51 +120,22 @@ TAKE = """
 """
 
 
-@dataclass(frozen=True)
-class Notice:
-    id: str
-    url: str
-    body: bytes
-    key: bytes
-
-    @property
-    def headers(self) -> dict[str, str]:
-        signature = hmac.new(self.key, self.body, hashlib.sha256).hexdigest()
-        return {
-            'Content-Type': 'application/json',
-            'User-Agent': 'fleet',
-            'X-Fleet-Notice': self.id,
-            'X-Fleet-Signature': f'sha256={signature}',
-        }
-
-
-class WebhookSender:
-    """A thread that delivers notices, for as long as the service runs. Several services may, each takes other rows.
+class WebhookSender(RepeatedWork):
+    """Delivers notices. Several services may, each takes other rows.
 
     Args:
         networks: whose addresses are told although they are not of the public internet.
-        every_sec: between two looks at what is due.
     """
 
+    ending_sec = TIMEOUT_SEC + 5
+
     def __init__(self, database: Database, networks: tuple[Network, ...] = (), every_sec: float = 5.0):
-        self.database, self.networks, self.every_sec = database, networks, every_sec
-        self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._run, name='webhooks', daemon=True)
+        super().__init__(database, every_sec)
+        self.networks = networks
 
-    def start(self) -> None:
-        self.thread.start()
-
-    def stop(self) -> None:
-        self.ended.set()
-        self.thread.join(TIMEOUT_SEC + 5)
-
-    def _run(self) -> None:
-        while not self.ended.wait(self.every_sec):
-            try:
-                while self.deliver() == AT_A_TIME and not self.ended.is_set():
-                    pass
-            except Exception as error:  # a database that restarts, no file descriptor is left; whatever it is, the next notices are sent
-                print_message(f'webhooks: {redacted(first_line(error, with_type=True))}')
+    def look(self) -> None:
+        while self.deliver() == AT_A_TIME and not self.ended.is_set():
+            pass
 
     def deliver(self) -> int:
         """Try what is due, AT_A_TIME at most, all at once; returns how many. No transaction is open meanwhile."""
@@ -154,18 +144,17 @@ class WebhookSender:
             rows = connection.execute(TAKE, values).fetchall()
         if not rows:
             return 0
-        notices = [Notice(row['id'], row['url'], row['body'].encode(), bytes(row['notice_key'])) for row in rows]
-        errors = asyncio.run(post_all(notices, self.networks))
+        errors = asyncio.run(post_all(rows, self.networks))
         with self.database.transaction() as connection:
-            for notice, error in zip(notices, errors, strict=True):
+            for notice, error in zip(rows, errors, strict=True):
                 connection.execute(
                     "update notice set delivered = case when %(error)s = '' then now() end, last_error = %(error)s where id = %(id)s",
-                    {'id': notice.id, 'error': error},
+                    {'id': notice['id'], 'error': error},
                 )
         return len(rows)
 
 
-async def post_all(notices: list[Notice], networks: tuple[Network, ...]) -> list[str]:
+async def post_all(notices: list[dict[str, Any]], networks: tuple[Network, ...]) -> list[str]:
     """Tell everyone at once; returns why each was not told, '' for those who were."""
 
     def may_be_told(ip: str) -> bool:
@@ -182,14 +171,21 @@ async def post_all(notices: list[Notice], networks: tuple[Network, ...]) -> list
         return await asyncio.gather(*(_post({'https': secure, 'http': plain}, notice) for notice in notices))
 
 
-async def _post(sessions: dict[str, aiohttp.ClientSession], notice: Notice) -> str:
+async def _post(sessions: dict[str, aiohttp.ClientSession], notice: dict[str, Any]) -> str:
+    body = notice['body'].encode()
+    headers = {
+        'Content-Type': 'application/json',
+        'User-Agent': 'fleet',
+        'X-Fleet-Notice': notice['id'],
+        'X-Fleet-Signature': f'sha256={hmac.new(notice["notice_key"], body, hashlib.sha256).hexdigest()}',
+    }
     try:
-        url = URL(notice.url, encoded=True)
+        url = URL(notice['url'], encoded=True)
         if url.scheme not in sessions:
             return 'not an https address'
         async with (
             asyncio.timeout(TIMEOUT_SEC),
-            sessions[url.scheme].post(url, data=notice.body, headers=notice.headers, allow_redirects=False) as response,
+            sessions[url.scheme].post(url, data=body, headers=headers, allow_redirects=False) as response,
         ):
             return '' if 200 <= response.status < 300 else f'HTTP {response.status}'
     except TimeoutError:

@@ -18,7 +18,7 @@ from fleet.jobs.protocol import (
 from fleet.jobs.spec import NAME
 from fleet.policies.hand_out import ScalingLimits
 from fleet.policies.rows import Ending, NodeState
-from fleet.queue.bills import Period, bill
+from fleet.queue.bills import bill
 from fleet.queue.database import new_token
 from fleet.queue.endings import close
 from fleet.service.gate import Account, FleetService, GatedRoute, Operator, Owner, RequestRejected, Service, digest
@@ -171,11 +171,11 @@ def bill_of_period(
     owner: Owner, service: Service, since: str = '', until: str = '', limit: Annotated[int, Query(ge=0, le=MAX_JOBS_BILLED)] = MAX_JOBS_BILLED
 ) -> dict[str, Any]:
     """Sum up what machines cost, of an owner's own jobs or for an operator of all. Times are ISO 8601, of UTC unless they say otherwise."""
-    period = Period(_time('since', since), _time('until', until))
-    if period.since is not None and period.until is not None and period.since > period.until:
+    first, last = _time('since', since), _time('until', until)
+    if first is not None and last is not None and first > last:
         raise RequestRejected(400, f'until: {until[:80]} is before since, {since[:80]}; swap them')
     with service.database.transaction() as connection:
-        return bill(connection, None if owner.is_operator else owner.name, period, limit)
+        return bill(connection, None if owner.is_operator else owner.name, first, last, limit)
 
 
 def _time(key: str, text: str) -> datetime | None:

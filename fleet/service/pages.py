@@ -3,7 +3,6 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any
@@ -83,21 +82,6 @@ def group_page(name: str, owner: Owner, service: Service) -> HTMLResponse:
     return HTMLResponse(render_page('fleet_group.html', **values), headers=HEADERS)
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """When the jobs will have ended, and how that is known.
-
-    Attributes:
-        jobs_per_hour: that ended well lately; None: too few.
-        hours: from now; None: not known.
-        how: a sentence.
-    """
-
-    jobs_per_hour: float | None
-    hours: float | None
-    how: str
-
-
 def overview(connection: Connection, owner: Account) -> dict[str, Any]:
     """Return what the page shows, by name."""
     asked = {'owner': None if owner.is_operator else owner.name}
@@ -112,7 +96,7 @@ def overview(connection: Connection, owner: Account) -> dict[str, Any]:
         states[JobState(row['state'])] = row['num']
     left = states[JobState.QUEUED] + states[JobState.LEASED]
     nodes, num_nodes = _nodes(rows)
-    outlook = _outlook(rows, states)
+    rate, hours, how = _outlook(rows, states)
     dollars = _dollars(rows)
     jobs = rows(
         f"""select j.id::text, j.name, j.number, j.owner, j.kind, j.state, j.node, j.epoch, j.num_steps,
@@ -135,8 +119,10 @@ def overview(connection: Connection, owner: Account) -> dict[str, Any]:
         'states': {str(state): num for state, num in states.items()},
         'num_jobs': sum(states.values()),
         'left': left,
-        'outlook': outlook,
-        'ends': now + timedelta(hours=outlook.hours) if outlook.hours is not None else None,
+        'jobs_per_hour': rate,
+        'hours_left': hours,
+        'outlook': how,
+        'ends': now + timedelta(hours=hours) if hours is not None else None,
         'dollars': dollars,
         'expected': _expected(rows, dollars, left),
         'nodes': nodes,
@@ -175,7 +161,9 @@ def _nodes(rows: Rows) -> tuple[list[dict[str, Any]], int]:
     return found, rows(f'select count(*)::int as num {query}')[0]['num']
 
 
-def _outlook(rows: Rows, states: dict[JobState, int]) -> Outlook:
+def _outlook(rows: Rows, states: dict[JobState, int]) -> tuple[float | None, float | None, str]:
+    """Jobs per hour that ended well lately (None: too few), hours until all will have ended (None: not known), and a sentence that says how that is
+    known."""
     left = states[JobState.QUEUED] + states[JobState.LEASED]
     (done,) = rows(
         f"""select count(*)::int as num, least(%(hours)s, extract(epoch from now() - (
@@ -185,13 +173,13 @@ def _outlook(rows: Rows, states: dict[JobState, int]) -> Outlook:
     )
     rate = done['num'] / done['hours'] if done['num'] >= ENOUGH_DONE and done['hours'] else None
     if not left:
-        return Outlook(rate, None, 'No job waits or runs.')
+        return rate, None, 'No job waits or runs.'
     if not states[JobState.LEASED]:
-        return Outlook(rate, None, f'{counted(left, "job")} left, and no machine works at one.')
+        return rate, None, f'{counted(left, "job")} left, and no machine works at one.'
     if rate:
         pace = f'the pace of the last {duration(3600 * done["hours"])} ({counted(done["num"], "job")} done)'
         how = f'{counted(left, "job")} left at {rate:.1f} jobs/h, {pace}.'
-        return Outlook(rate, left / rate, how)
+        return rate, left / rate, how
     (steps,) = rows(
         f"""select sum(case when j.num_steps > 0 then j.num_steps - greatest(j.step, coalesce(a.last_step, 0)) end)::float8 as left,
         bool_and(j.num_steps > 0) as known, sum(a.steps_per_sec) filter (where j.state = 'leased') as pace,
@@ -202,10 +190,8 @@ def _outlook(rows: Rows, states: dict[JobState, int]) -> Outlook:
         machines = counted(steps['num'], 'machine')
         how = f'{steps["left"]:,.0f} steps left at {steps["pace"]:.3g} steps/s, what {machines} at work do now; starts come on top.'
         hours = steps['left'] / steps['pace'] / 3600  # a machine may say 1e-300 steps/s
-        return Outlook(None, hours if hours < MAX_HOURS_LEFT else None, how)
-    return Outlook(
-        None, None, f'{counted(left, "job")} left; the pace is known when {ENOUGH_DONE} are done, or machines have said how fast they are.'
-    )
+        return None, hours if hours < MAX_HOURS_LEFT else None, how
+    return None, None, f'{counted(left, "job")} left; the pace is known when {ENOUGH_DONE} are done, or machines have said how fast they are.'
 
 
 def _dollars(rows: Rows) -> float:

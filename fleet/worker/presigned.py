@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import requests
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from diffusion.checkpoints.manifest import Content
 from diffusion.common.files import parse_json_object
@@ -21,15 +21,13 @@ from fleet.attempts.backend import (
     AttemptEnd,
     BackendUnavailable,
     HandedFile,
-    HeldCheckpoint,
     LeaseLost,
     MachineError,
     Order,
     UploadRejected,
 )
 from fleet.attempts.transfers import AddressExpired, WrongContent, download, no_auth, upload
-from fleet.jobs.protocol import Enrolled, FileContent, LeaseAnswer, ProtocolModel, SignedGet, SignedSources, UrlsAnswer
-from fleet.jobs.spec import JobValidation
+from fleet.jobs.protocol import Enrolled, LeaseAnswer, ProtocolModel, SignedGet, SignedSources, UrlsAnswer
 
 TIMEOUT_SEC = (5.0, 10.0)  # to connect, to answer: renewals wait for it, so it is short
 MAX_ANSWER_BYTES = 8 << 20
@@ -123,10 +121,6 @@ def read_answer(shape: type[Answer], content: object) -> Answer:
         raise MachineError(f'the answer cannot be read ({keys[:80]}): is the worker of another version than the service?') from None
 
 
-def _contents(files: Mapping[str, FileContent]) -> dict[str, Content]:
-    return {name: Content(file.sha256, file.bytes) for name, file in files.items()}
-
-
 @dataclass
 class PresignedBackend:
     """Args:
@@ -161,21 +155,8 @@ class PresignedBackend:
         """
         lease = read_answer(LeaseAnswer, self.lease)
         self.sources: SignedSources = lease
-        known = JobValidation.__dataclass_fields__
-        validation = {name: value for name, value in lease.validation.items() if name in known and value is not None}
-        return Assignment(
-            job=lease.job,
-            epoch=lease.epoch,
-            name=lease.name or '',
-            kind=lease.kind,
-            recipe=lease.recipe,
-            overrides=lease.overrides,
-            validation=JobValidation(**validation),
-            inputs=_contents(lease.inputs),
-            model=_contents(lease.model.files) if lease.model else {},
-            checkpoint=HeldCheckpoint(lease.checkpoint.step, _contents(lease.checkpoint.files)) if lease.checkpoint else None,
-            hours_left=lease.hours_left,
-        )
+        said = {**lease.model_dump(), 'model': lease.model.model_dump()['files'] if lease.model else {}}
+        return TypeAdapter(Assignment).validate_python({key: value for key, value in said.items() if value is not None})
 
     # --- the main thread
 

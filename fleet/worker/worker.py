@@ -75,38 +75,28 @@ LEAVING_SEC = 20.0  # for the last words to a service that may be away
 BLAMELESS = (FINISHED, BAD_DATA, SUPERSEDED, PREEMPTED, NON_FINITE)  # not 64: the service has judged the recipe
 
 
-@dataclass(frozen=True)
-class WorkerOptions:
-    """Options of `fleet worker`.
-
-    Attributes:
-        work: folder of this machine.
-        idle_sec: without a job after which the worker leaves.
-        keep_gb: base models beyond it are deleted, the least recently used first.
-    """
-
-    work: Path
-    idle_sec: float = 900.0
-    keep_gb: float = 50.0
-    recipes: Path = RECIPES
-
-
 @dataclass
 class FleetWorker:
     """Args:
     server: address of the service.
     pool_token: with which machines enrol.
+    work: folder of this machine.
     stop: a request to save, hand over and leave.
     log: gets a line for each event.
+    idle_sec: without a job after which the worker leaves.
+    keep_gb: base models beyond it are deleted, the least recently used first.
     """
 
     server: str
     pool_token: str
     machine: MachineFacts
-    options: WorkerOptions
+    work: Path
     programs: Programs
     stop: StopRequest
     log: Callable[[str], None]
+    idle_sec: float = 900.0
+    keep_gb: float = 50.0
+    recipes: Path = RECIPES
     failures: int = 0  # in a row
     _leaving: str = ''  # why
     _code: int = FINISHED
@@ -121,9 +111,9 @@ class FleetWorker:
             InputError: the server's address is none, or another worker uses the folder.
             OSError: the folder of this machine cannot be used.
         """
-        self._work_folder = self.options.work.absolute()  # children run in folders of their own
+        self._work_folder = self.work.absolute()  # children run in folders of their own
         self.client, self.transfers = ServiceClient(self.server), ServiceClient(self.server)
-        self.warm = open_work(self._work_folder, self.options.keep_gb)
+        self.warm = open_work(self._work_folder, self.keep_gb)
         try:
             with (self._work_folder / 'worker.lock').open('a') as file:
                 if not try_lock(file):
@@ -140,7 +130,7 @@ class FleetWorker:
         facts = self.machine
         body = {
             'machine': facts.name, 'gpu': facts.gpu, 'gpu_gb': facts.gpu_gb, 'image': facts.image, 'gpus': facts.num_gpus,
-            'version': __version__, 'recipes': recipe_digests(self.options.recipes),
+            'version': __version__, 'recipes': recipe_digests(self.recipes),
         }  # fmt: skip
         file = self._work_folder / SESSION_FILE
         answer = None
@@ -186,7 +176,7 @@ class FleetWorker:
                 self.log(f'{reason}; trying again')
                 said = True
             pause_sec = max(pause_sec, retry_sec)
-            if self.stop.wait(min(pause_sec, self.options.idle_sec)) or time.monotonic() - since >= self.options.idle_sec:
+            if self.stop.wait(min(pause_sec, self.idle_sec)) or time.monotonic() - since >= self.idle_sec:
                 self._code = self._code if self.stop.asked or self._enrolled else STALLED
                 return None
         return None
@@ -196,8 +186,8 @@ class FleetWorker:
         while not self._leaving:
             if self.stop.asked:
                 self._leaving = 'asked to'
-            elif time.monotonic() - idle_since >= self.options.idle_sec:
-                self._leaving = f'no job for {self.options.idle_sec / 60:g} minutes'
+            elif time.monotonic() - idle_since >= self.idle_sec:
+                self._leaving = f'no job for {self.idle_sec / 60:g} minutes'
             elif self.failures >= FAILURES_IN_A_ROW:
                 self._leaving, self._code = f'{self.failures} failures in a row', STALLED
             elif self._claim(idle_since):
@@ -217,7 +207,7 @@ class FleetWorker:
         if answer.status != 204:
             self.log(f'no job: {answer.error}')
         pause_sec = answer.retry_sec if answer.retry_sec is not None else self.times.poll_sec
-        left = self.options.idle_sec - (time.monotonic() - idle_since)
+        left = self.idle_sec - (time.monotonic() - idle_since)
         self.stop.wait(max(0.0, min(pause_sec * JITTER.uniform(0.9, 1.1), left)))
         return False
 
@@ -231,7 +221,7 @@ class FleetWorker:
             left = f', {assignment.hours_left:.1f} h left' if assignment.hours_left is not None else ''
             self.log(f'claimed {assignment.title}, attempt {assignment.epoch}{step}{left}')
             with attempt_folder(self._work_folder, f'{_plain(assignment.job)}-e{assignment.epoch}') as folder:
-                place = Workplace(folder, self.warm, self.programs, self.options.recipes)
+                place = Workplace(folder, self.warm, self.programs, self.recipes)
                 attempt = Attempt(assignment, backend, place, self.stop, self.log)
                 outcome = attempt.run()
         except LeaseLost as error:

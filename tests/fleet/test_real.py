@@ -100,7 +100,7 @@ def until(condition, process, tmp_path, machine):
 
 
 def results(folder):
-    found = read_json(folder / 'result.json')
+    found = read_json(folder / 'latest.json')['result']
     return {name: (folder / found['folder'] / name).read_bytes() for name in found['files']}
 
 
@@ -116,7 +116,7 @@ def test_killed_and_resumed_on_another_machine_the_result_is_the_same_to_the_bit
     ended(run(path, 'whole', 'm0'), tmp_path, 'm0', 0)
     process = run(path, 'out', 'm1', DIFFUSION_FAILPOINT='save.half@3:sleep')  # while the checkpoint of step 6 is written
     latest = tmp_path / 'out/timber/latest.json'
-    until(lambda: latest.exists() and read_json(latest)['step'] == 4, process, tmp_path, 'm1')
+    until(lambda: latest.exists() and (read_json(latest)['checkpoint'] or {}).get('step') == 4, process, tmp_path, 'm1')
     process.send_signal(signal.SIGKILL)
     process.wait()
     wait_until(lambda: processes_of(tmp_path / 'm1') == [], 10)
@@ -136,7 +136,8 @@ def test_killed_and_resumed_on_another_machine_the_result_is_the_same_to_the_bit
     assert str(tmp_path).encode() not in b''.join(twice.values())
     pipeline = StableDiffusionPipeline.from_pretrained(base)
     pipeline.load_lora_weights(
-        tmp_path / 'out/timber' / read_json(tmp_path / 'out/timber/result.json')['folder'] / 'lora', weight_name='pytorch_lora_weights.safetensors'
+        tmp_path / 'out/timber' / read_json(tmp_path / 'out/timber/latest.json')['result']['folder'] / 'lora',
+        weight_name='pytorch_lora_weights.safetensors',
     )
     assert pipeline.get_active_adapters()
 
@@ -148,7 +149,7 @@ def test_asked_to_stop_two_ranks_save_and_the_last_step_is_published(job, run, t
     until(lambda: any(len(log.read_text().splitlines()) > 3 for log in logs.glob('*/run/log.jsonl')), process, tmp_path, 'm1')
     process.send_signal(signal.SIGTERM)
     said = ended(process, tmp_path, 'm1', PREEMPTED)
-    step = read_json(tmp_path / 'out/timber/latest.json')['step']
+    step = read_json(tmp_path / 'out/timber/latest.json')['checkpoint']['step']
     assert f'saved after batch {step:,}' in said
     assert 'Traceback' not in said
 

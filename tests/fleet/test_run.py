@@ -14,8 +14,9 @@ import pytest
 
 from diffusion.common import object_storage
 from diffusion.common.storage import open_folder
-from diffusion.contracts.errors import DataError, InputError
-from fleet.attempts.direct import LatestRecord, RunOptions, run_job, take_job
+from diffusion.contracts.errors import InputError
+from fleet.attempts import direct
+from fleet.attempts.direct import LatestRecord, take_job
 from fleet.attempts.workplace import StopRequest
 from fleet.jobs.spec import JobError, load_spec
 from tests.conftest import REPOSITORY, read_json
@@ -26,9 +27,13 @@ from tests.fleet.trainer import content_at
 @pytest.fixture
 def options(tmp_path, recipes, job):
     def make(path=None, **more):
-        return RunOptions(**{'job': path or job(), 'work': tmp_path / 'work', 'outputs': str(tmp_path / 'out'), 'recipes': recipes, **more})
+        return {'job': path or job(), 'work': tmp_path / 'work', 'outputs': str(tmp_path / 'out'), 'recipes': recipes, **more}
 
     return make
+
+
+def run_job(options, programs, stop):
+    return direct.run_job(**options, programs=programs, stop=stop)
 
 
 def latest(tmp_path, name='timber'):
@@ -52,15 +57,19 @@ def wait_until(condition, timeout_sec=60):
 
 def published(tmp_path, name='timber'):
     path = tmp_path / 'out' / name / 'latest.json'
-    return (read_json(path)['step'] or 0) if path.exists() else 0
+    return (read_json(path)['checkpoint'] or {'step': 0})['step'] if path.exists() else 0
+
+
+def result_of(tmp_path, name='timber'):
+    return latest(tmp_path, name)['result']
 
 
 def test_a_job_is_done_once(options, tmp_path, capfd):
     assert run_job(options(), stand_ins(), StopRequest()) == 0
-    result = read_json(tmp_path / 'out/timber/result.json')
+    result = result_of(tmp_path)
     assert sorted(result['files']) == ['export.json', 'log.jsonl', 'lora/weights.safetensors']
     assert (tmp_path / 'out/timber' / result['folder'] / 'lora/weights.safetensors').read_bytes() == content_at(6)
-    assert (result['epoch'], result['step']) == (1, 6)
+    assert (result['folder'], result['step']) == ('e1/result', 6)
     assert list((tmp_path / 'work/attempts').iterdir()) == []
     before = (tmp_path / 'out/timber/latest.json').read_bytes()
     assert run_job(options(), stand_ins(code=70, at=0), StopRequest()) == 0
@@ -71,17 +80,17 @@ def test_a_job_is_done_once(options, tmp_path, capfd):
 @pytest.mark.parametrize('code', [64, 65, 70, 73, 75, 76, 77])
 def test_the_code_of_training_is_that_of_the_run(options, tmp_path, capfd, code):
     assert run_job(options(), stand_ins(code=code, at=3), StopRequest()) == code
-    assert latest(tmp_path)['step'] == 2
+    assert published(tmp_path) == 2
     assert f'ending with {code}: a long story' in capfd.readouterr().err
 
 
 def test_a_killed_training_is_128_and_the_next_attempt_resumes(options, tmp_path, capfd):
     assert run_job(options(), stand_ins(code=-9, at=5), StopRequest()) == 137
-    assert latest(tmp_path)['step'] == 4
+    assert published(tmp_path) == 4
     assert run_job(options(work=tmp_path / 'other'), stand_ins(), StopRequest()) == 0
     assert 'starting at 4' in capfd.readouterr().err
-    assert (latest(tmp_path)['epoch'], latest(tmp_path)['step']) == (2, 6)
-    result = tmp_path / 'out/timber' / read_json(tmp_path / 'out/timber/result.json')['folder']
+    assert (latest(tmp_path)['epoch'], published(tmp_path)) == (2, 6)
+    result = tmp_path / 'out/timber' / result_of(tmp_path)['folder']
     steps = [json.loads(line)['batch'] for line in (result / 'log.jsonl').read_text().splitlines()]
     assert sorted(set(steps)) == [1, 2, 3, 4, 5, 6]  # those of the first machine too
 
@@ -123,7 +132,7 @@ def test_asked_to_stop_it_saves_publishes_and_resumes(options, tmp_path):
     stop.ask()
     thread.join(30)
     assert codes == [75]
-    step = latest(tmp_path)['step']
+    step = published(tmp_path)
     assert step > 0
     assert run_job(options(), stand_ins(steps=step + 1), StopRequest()) == 0
 
@@ -135,7 +144,7 @@ def test_of_two_at_the_same_time_the_older_ends_with_73(options, tmp_path):
     older.join(60)
     newer.join(60)
     assert (codes, others) == ([73], [0])
-    assert read_json(tmp_path / 'out/timber/result.json')['epoch'] == 2
+    assert result_of(tmp_path)['folder'] == 'e2/result'
 
 
 def test_an_engine_may_count_the_attempts(options, tmp_path, capfd):
@@ -158,23 +167,15 @@ def test_of_many_that_begin_at_once_each_has_its_own_epoch(job, tmp_path):
 
 def test_one_of_the_same_number_loses(job, tmp_path):
     """Content alone would not tell the two apart."""
-    records = [LatestRecord('0' * 64, 1, token) for token in ('a', 'b')]
+    records = [LatestRecord(job_sha256='0' * 64, epoch=1, token=token) for token in ('a', 'b')]
     folder = open_folder(tmp_path / 'out/timber')
     assert [folder.swap('latest.json', None, record.to_json()) for record in records] == [True, False]
-
-
-def test_killed_between_the_result_and_its_name_it_is_done_all_the_same(options, tmp_path):
-    assert run_job(options(), stand_ins(), StopRequest()) == 0
-    result = (tmp_path / 'out/timber/result.json').read_bytes()
-    (tmp_path / 'out/timber/result.json').unlink()
-    assert run_job(options(), stand_ins(code=70, at=0), StopRequest()) == 0
-    assert (tmp_path / 'out/timber/result.json').read_bytes() == result
 
 
 def test_old_checkpoints_and_what_was_never_published_go(options, tmp_path):
     left = tmp_path / 'out/timber/e1/s99/ba00000099.pt'
     assert run_job(options(), stand_ins(steps=20, step_sec=0.3, every=1, code=70, at=6), StopRequest()) == 70
-    assert len(list((tmp_path / 'out/timber/e1').iterdir())) == 2
+    assert [path.name for path in (tmp_path / 'out/timber/e1').iterdir()] == ['s6']
     left.parent.mkdir()
     left.write_text('half')
     assert run_job(options(), stand_ins(steps=7), StopRequest()) == 0
@@ -238,7 +239,7 @@ def test_a_relative_work_folder_keeps_caches(options, tmp_path, monkeypatch):
 
 def test_prompts_are_drawn_into_the_result(options, job, tmp_path):
     assert run_job(options(job(validation={'prompts': ['--a dash', 'two'], 'steps': 2})), stand_ins(), StopRequest()) == 0
-    result = read_json(tmp_path / 'out/timber/result.json')
+    result = result_of(tmp_path)
     images = tmp_path / 'out/timber' / result['folder'] / 'images'
     assert sorted(path.name for path in images.iterdir()) == ['0000.png', '0001.png', 'grid.png']
     assert (images / '0000.png').read_text() == '--a dash weights after 6'
@@ -278,18 +279,23 @@ def test_a_full_disk_is_the_machines_fault(options, tmp_path, capfd, monkeypatch
 
 def test_a_damaged_checkpoint_is_no_new_beginning(options, tmp_path):
     run_job(options(), stand_ins(code=70, at=3), StopRequest())
-    path = tmp_path / 'out/timber' / latest(tmp_path)['folder']
+    path = tmp_path / 'out/timber' / latest(tmp_path)['checkpoint']['folder']
     (path / 'ba00000002.pt').write_bytes(b'x' * len(content_at(2)))
     assert run_job(options(), stand_ins(), StopRequest()) == 65
-    (path / 'manifest.json').unlink()
-    with pytest.raises(DataError, match='missing or damaged'):
-        run_job(options(), stand_ins(), StopRequest())
+    (path / 'ba00000002.pt').unlink()
+    assert run_job(options(), stand_ins(), StopRequest()) == 65
+    path = tmp_path / 'out/timber/latest.json'
+    record = read_json(path)
+    for wrong in ({**record, 'epoch': 'one'}, {**record, 'step': 2}):  # another version may mean something by what this one does not know
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(InputError, match='is damaged, or of another version; restore it'):
+            run_job(options(), stand_ins(), StopRequest())
 
 
 def test_nothing_but_results_is_a_result(options, tmp_path, capfd):
     assert run_job(options(), stand_ins('weights.pt'), StopRequest()) == 76
     assert 'weights.pt is no result' in capfd.readouterr().err
-    assert not (tmp_path / 'out/timber/result.json').exists()
+    assert result_of(tmp_path) is None
 
 
 def test_a_bad_job_costs_nothing(options, job, tmp_path):
@@ -310,7 +316,7 @@ def test_in_object_storage_too(options, s3, tmp_path):
     out = 's3://bucket/jobs'
     assert run_job(options(outputs=out), stand_ins(code=70, at=3), StopRequest()) == 70
     assert run_job(options(outputs=out), stand_ins(), StopRequest()) == 0
-    assert 'jobs/timber/result.json' in s3.object_names()
+    assert 'jobs/timber/e2/result/export.json' in s3.object_names()
     assert not [name for name in s3.object_names() if '/e1/s' in name and '/s2/' not in name]
 
 
@@ -340,11 +346,12 @@ def test_nothing_outlives_a_killed_worker(job, recipes, tmp_path):
     code = (
         'import sys\n'
         'from pathlib import Path\n'
-        'from fleet.attempts.direct import RunOptions, run_job\n'
+        'from fleet.attempts.direct import run_job\n'
         'from fleet.attempts.workplace import StopRequest\n'
         'from tests.fleet.conftest import stand_ins\n'
         'job, work, out, recipes = map(Path, sys.argv[1:])\n'
-        'run_job(RunOptions(job, work, str(out), recipes=recipes), stand_ins(steps=10000, every=10000, grandchild=True, deaf=True), StopRequest())\n'
+        'programs = stand_ins(steps=10000, every=10000, grandchild=True, deaf=True)\n'
+        'run_job(job, work, str(out), programs, StopRequest(), recipes=recipes)\n'
     )
     words = [sys.executable, '-c', code, job(), tmp_path / 'work', tmp_path / 'out', recipes]
     worker = subprocess.Popen([str(word) for word in words], cwd=REPOSITORY, stderr=subprocess.DEVNULL)

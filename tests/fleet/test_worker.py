@@ -16,7 +16,7 @@ from diffusion.contracts.errors import InputError
 from fleet.attempts.workplace import StopRequest
 from fleet.jobs.checking import recipe_digests
 from fleet.worker.presigned import ServiceClient
-from fleet.worker.worker import FleetWorker, MachineFacts, WorkerOptions, gpu_of_driver, kind_of
+from fleet.worker.worker import FleetWorker, MachineFacts, gpu_of_driver, kind_of
 from tests.conftest import REPOSITORY
 from tests.fleet.conftest import stand_ins
 from tests.fleet.fake_service import NODE_TOKEN, SIGNATURE, TOKEN, FakeService
@@ -30,8 +30,8 @@ class Running:
     def __init__(self, service, tmp_path, recipes, *export, token=TOKEN, idle_sec=1.0, **options):
         self.lines, self.codes, self.stop, self.work = [], [], StopRequest(), tmp_path / 'work'
         facts = MachineFacts('m1', 'cpu', 0.0)
-        worker_options = WorkerOptions(self.work, idle_sec, recipes=recipes)
-        self.worker = FleetWorker(service.url, token, facts, worker_options, stand_ins(*export, **options), self.stop, self.lines.append)
+        programs = stand_ins(*export, **options)
+        self.worker = FleetWorker(service.url, token, facts, self.work, programs, self.stop, self.lines.append, idle_sec, recipes=recipes)
         self.thread = threading.Thread(target=lambda: self.codes.append(self.worker.run()))
         self.thread.start()
 
@@ -91,7 +91,7 @@ def test_jobs_are_done_one_after_another(service, start, capfd):
     assert service.asked('/leave') == [{}]
     (facts,) = service.asked('/enroll')
     said = {'machine': 'm1', 'gpu': 'cpu', 'gpu_gb': 0.0, 'image': '', 'gpus': 1, 'version': __version__}
-    assert facts == {**said, 'recipes': recipe_digests(worker.worker.options.recipes)}
+    assert facts == {**said, 'recipes': recipe_digests(worker.worker.recipes)}
     assert list(facts['recipes']) == ['small.yaml']
     assert list((worker.work / 'attempts').iterdir()) == []
     assert 'claimed j1 (timber), attempt 1, 5.0 h left' in worker.said
@@ -247,7 +247,7 @@ def test_a_wrong_pool_token_is_said(service, start):
 def test_of_two_workers_in_one_folder_the_second_is_refused(service, start, tmp_path, recipes):
     worker = start(idle_sec=60.0)
     wait_until(lambda: service.asked('/claim'))
-    second = FleetWorker(service.url, TOKEN, MachineFacts('m2'), WorkerOptions(worker.work, recipes=recipes), stand_ins(), StopRequest(), print)
+    second = FleetWorker(service.url, TOKEN, MachineFacts('m2'), worker.work, stand_ins(), StopRequest(), print, recipes=recipes)
     with pytest.raises(InputError, match='--work: another worker runs in .*; name a folder of its own'):
         second.run()
     assert len(service.asked('/enroll')) == 1
@@ -381,14 +381,12 @@ def test_sigterm_saves_hands_over_and_leaves(service, tmp_path, recipes):
         'from pathlib import Path\n'
         'from fleet.attempts.attempt import Programs, write_log\n'
         'from fleet.attempts.workplace import StopRequest\n'
-        'from fleet.worker.worker import MachineFacts\n'
-        'from fleet.worker.worker import FleetWorker, WorkerOptions\n'
+        'from fleet.worker.worker import FleetWorker, MachineFacts\n'
         'url, token, work, recipes, trainer = sys.argv[1:]\n'
         'stop = StopRequest()\n'
-        'options = WorkerOptions(Path(work), 60.0, recipes=Path(recipes))\n'
         'programs = Programs((sys.executable, trainer, \'{"steps": 100000, "every": 100000}\'))\n'
         'with stop.on_signals():\n'
-        '    sys.exit(FleetWorker(url, token, MachineFacts("m"), options, programs, stop, write_log).run())\n'
+        '    sys.exit(FleetWorker(url, token, MachineFacts("m"), Path(work), programs, stop, write_log, 60.0, recipes=Path(recipes)).run())\n'
     )
     service.jobs.append(lease(service))
     words = [sys.executable, '-c', code, service.url, TOKEN, tmp_path / 'work', recipes, REPOSITORY / 'tests/fleet/trainer.py']

@@ -49,11 +49,13 @@ class JobList:
         return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def latest(self, name: str) -> dict[str, Any]:
+        """Return the record of the job's attempts, with the step of its checkpoint."""
         path = self.results / name / 'latest.json'
-        return read_json(path) if path.exists() else {'epoch': 0, 'step': None}
+        record = read_json(path) if path.exists() else {'epoch': 0, 'checkpoint': None, 'result': None}
+        return {**record, 'step': record['checkpoint'] and record['checkpoint']['step']}
 
     def is_done(self, name: str) -> bool:
-        return (self.results / name / 'result.json').exists()
+        return self.latest(name)['result'] is not None
 
 
 @pytest.fixture

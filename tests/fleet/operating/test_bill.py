@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from fleet.client.tables import bill_lines
-from fleet.queue.bills import Period, bill
+from fleet.queue.bills import bill
 
 SEC = 1 / 3600 * 0.324  # dollars
 
@@ -62,7 +62,7 @@ def test_periods_add_up(made_up, connection):
     job = made_up.job('anna', state='done', ended=30, epoch=1)
     made_up.attempt(job, 1, 'salad-1', 240, 30, (0, 1400), 'done', start_min=20)
     middle = datetime.now(UTC) - timedelta(minutes=100)
-    first, second, whole = (bill(connection, period=period)['total'] for period in (Period(until=middle), Period(since=middle), Period()))
+    first, second, whole = (bill(connection, **period)['total'] for period in ({'until': middle}, {'since': middle}, {}))
     for key in ('hours', 'dollars', 'start_dollars', 'session_dollars', 'idle_hours'):
         assert first[key] + second[key] == pytest.approx(whole[key], rel=1e-3), key
     assert first['hours'] == pytest.approx(140 / 60, rel=1e-3)

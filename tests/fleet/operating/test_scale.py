@@ -1,12 +1,14 @@
 """How many machines are wanted, and the command that is told so."""
 
 import json
+import shlex
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from diffusion.contracts.errors import InputError
-from fleet.client.scaling import Scaler, command_words
+from fleet.commands.operator import ScaleCommand
 
 
 def ask(service, **query):
@@ -83,49 +85,52 @@ class Answers:
 
 def scaler(tmp_path, *answers, code=0, **options):
     program = f'import json, sys; open({str(tmp_path / "calls")!r}, "a").write(json.dumps(sys.argv[1:]) + "\\n"); sys.exit({code})'
-    return Scaler(Answers(*answers), {'max': 10}, [sys.executable, '-c', program, '--replicas={replicas}', 'a b'], **options)
+    command = ScaleCommand(command=shlex.join([sys.executable, '-c', program, '--replicas={replicas}', 'a b']), max=10, **options)
+    service = Answers(*answers)
+    return lambda: command.look(service), service.posted
 
 
 def calls(tmp_path):
     return [json.loads(line) for line in (tmp_path / 'calls').read_text().splitlines()] if (tmp_path / 'calls').exists() else []
 
 
-def test_the_command_runs_when_the_number_changes_and_again_after_ten_minutes(tmp_path):
+def test_the_command_runs_when_the_number_changes_and_again_after_ten_minutes(tmp_path, monkeypatch):
     now = [0.0]
-    own = scaler(tmp_path, *[{'replicas': n} for n in (3, 3, 4, 4, 4)], clock=lambda: now[0])
+    monkeypatch.setattr('fleet.commands.operator.time', SimpleNamespace(monotonic=lambda: now[0]))
+    look, _ = scaler(tmp_path, *[{'replicas': n} for n in (3, 3, 4, 4, 4)])
     for _ in range(4):
-        own.look()
+        look()
         now[0] += 60
     assert calls(tmp_path) == [['--replicas=3', 'a b'], ['--replicas=4', 'a b']]
     now[0] += 600
-    own.look()
+    look()
     assert len(calls(tmp_path)) == 3
 
 
 def test_a_command_that_fails_runs_again(tmp_path, capsys):
-    own = scaler(tmp_path, {'replicas': 3}, {'replicas': 3}, code=5)
-    assert not own.look()
-    assert not own.look()
+    look, _ = scaler(tmp_path, {'replicas': 3}, {'replicas': 3}, code=5)
+    assert not look()
+    assert not look()
     assert len(calls(tmp_path)) == 2
     assert 'ended with 5' in capsys.readouterr().err
 
 
 def test_idle_machines_leave_before_their_number_shrinks(tmp_path):
-    own = scaler(tmp_path, {'replicas': 1, 'drain': ['m/1']})
-    own.look()
-    assert own.client.posted == ['/nodes/m%2F1/drain']
+    look, posted = scaler(tmp_path, {'replicas': 1, 'drain': ['m/1']})
+    look()
+    assert posted == ['/nodes/m%2F1/drain']
     assert calls(tmp_path) == [['--replicas=1', 'a b']]
 
 
 def test_a_dry_run_changes_nothing(tmp_path, capsys):
-    own = scaler(tmp_path, {'replicas': 1, 'drain': ['m']}, dry_run=True)
-    assert own.look()
-    assert (own.client.posted, calls(tmp_path)) == ([], [])
+    look, posted = scaler(tmp_path, {'replicas': 1, 'drain': ['m']}, dry_run=True)
+    assert look()
+    assert (posted, calls(tmp_path)) == ([], [])
     assert 'would run:' in capsys.readouterr().out
 
 
 def test_the_command_is_split_as_a_shell_would_and_no_shell_runs():
-    assert command_words("a 'b c' --n={replicas}; rm x") == ['a', 'b c', '--n={replicas};', 'rm', 'x']
+    assert ScaleCommand(command="a 'b c' --n={replicas}; rm x", max=1).words() == ['a', 'b c', '--n={replicas};', 'rm', 'x']
     for text in ('kubectl scale', "a '{replicas}"):
         with pytest.raises(InputError, match='--command'):
-            command_words(text)
+            ScaleCommand(command=text, max=1).words()
