@@ -20,8 +20,8 @@ class Lost(Exception):
 
 
 class Machine:
-    def __init__(self, server: str, pool_token: str, name: str, idle_sec: float, refuses: bool = False):
-        self.server, self.session, self.refuses = server, requests.Session(), refuses
+    def __init__(self, server: str, pool_token: str, name: str, idle_sec: float, refuses: bool = False, checkpoints: tuple[int, ...] = CHECKPOINTS):
+        self.server, self.session, self.refuses, self.checkpoints = server, requests.Session(), refuses, checkpoints
         self.pool_token, self.name, self.idle_sec = pool_token, name, idle_sec
         self.said = {'machine': name, 'gpu': 'fake', 'gpu_gb': 24, 'recipes': DIGESTS}
         self.headers: dict[str, str] = {}
@@ -86,7 +86,7 @@ class Machine:
             if time.monotonic() - renewed > self.renew_sec:
                 self.ask(f'{job}/renew', {'epoch': epoch, 'step': step})
                 renewed = time.monotonic()
-            if step in CHECKPOINTS:
+            if step in self.checkpoints:
                 files = self.upload(job, epoch, step, f'{lease["job"]} {epoch} {step}')
                 self.ask(f'{job}/publish', {'epoch': epoch, 'step': step, 'files': files})
         files = self.upload(job, epoch, None, f'result of {lease["job"]} by {epoch}')
@@ -101,12 +101,12 @@ class Machine:
         return files
 
 
-def fork(server: str, pool_token: str, name: str, idle_sec: float = 10, refuses: bool = False) -> int:
+def fork(server: str, pool_token: str, name: str, idle_sec: float = 10, refuses: bool = False, checkpoints: tuple[int, ...] = CHECKPOINTS) -> int:
     """Start one, perhaps one that answers 64 to everything; returns its process id."""
     child = os.fork()
     if child == 0:
         try:
-            Machine(server, pool_token, name, idle_sec, refuses).run()
+            Machine(server, pool_token, name, idle_sec, refuses, checkpoints).run()
             os._exit(0)
         except BaseException:
             import traceback

@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 
 from tests.fleet import storm_worker
-from tests.fleet.fleet import Service, add_jobs, add_owner, add_pool, new_database, rows
+from tests.fleet.fleet import RECIPE, Service, add_jobs, add_owner, add_pool, new_database, rows
 
 LEASE_SEC, POLL_SEC, MARGIN_SEC = 1.5, 0.5, 1.0
 ACCIDENTS_A_JOB = 0.22
@@ -77,6 +77,61 @@ def test_storm(num_jobs, postgres, s3, monkeypatch):
     assert spent == pytest.approx(sum(attempt['last_sign'] - attempt['started'] for attempt in attempts) / 3600 * 0.324)
     for job in rows(url, 'select id, epoch, results from job'):
         assert job['results']['epoch'] == job['epoch'] == len(by_job[job['id']])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_ten_thousand_jobs_through_the_api_are_drained_by_two_hundred_machines(postgres, s3, monkeypatch):
+    """Submitted as `fleet submit` does, a seed and a caption each; on the way 20 machines are killed, and the service once."""
+    num_jobs, num_machines, lease_sec = 10_000, 200, 15.0
+    logging.getLogger('werkzeug').setLevel(logging.ERROR)
+    monkeypatch.setenv('S3_ENDPOINT_URL', f'http://127.0.0.1:{s3.proxy.target_port}')
+    from fleet.client.http import FleetClient
+    from fleet.client.submission import submit_jobs
+    from fleet.queue.database import connected
+
+    url = new_database(postgres)
+    with connected(url) as connection:
+        owner, pool = add_owner(connection, 'owner', max_queued=num_jobs), add_pool(connection)
+    service = Service(url, **{'lease-sec': lease_sec, 'renew-sec': 3, 'poll-sec': 2})
+    photos = {'url': 's3://bucket/fleet/owners/owner/inputs/photos.tar', 'sha256': '0' * 64, 'bytes': 0}
+    jobs = [
+        {'recipe': RECIPE, 'name': f'job-{number}', 'inputs': {'subject': photos}, 'limits': {'losses': 1000},
+         'overrides': {'seed': number, 'data.streams.subject.photos.caption': f'a photo of dog {number}'}}
+        for number in range(num_jobs)
+    ]  # fmt: skip
+    began = time.monotonic()
+    ids = submit_jobs(FleetClient(service.address, owner), jobs, '', lambda line: None)
+    submitted = time.monotonic()
+    assert len(set(ids)) == num_jobs
+    machines = {storm_worker.fork(service.address, pool, f'machine-{number}', 30, checkpoints=()) for number in range(num_machines)}
+    killed, outages = set(), []
+    try:
+        while (num := done(url)) < num_jobs:
+            if len(killed) < 20 and num > 400 * (len(killed) + 1):
+                killed.add(machine := (machines - killed).pop())
+                os.kill(machine, signal.SIGKILL)
+            if not outages and num > num_jobs / 2:
+                outages.append(restart(service.kill, service.start))
+            time.sleep(0.5)
+        drained = time.monotonic()
+    finally:
+        for machine in machines:
+            os.kill(machine, signal.SIGKILL)
+            os.waitpid(machine, 0)
+        service.kill()
+    attempts = rows(url, 'select job::text, epoch, ending, extract(epoch from last_sign - started)::float8 as sec from attempt order by job, epoch')
+    endings = {}
+    for attempt in attempts:
+        endings.setdefault(attempt['job'], []).append(attempt['ending'])
+    assert endings.keys() == set(ids)
+    assert all(tries[-1] == 'done' and set(tries[:-1]) <= {'lost'} for tries in endings.values())
+    for job in rows(url, 'select id::text, name, epoch, results, spec from job'):
+        assert job['results']['epoch'] == job['epoch'] == len(endings[job['id']])
+        assert job['name'] == f'job-{job["spec"]["overrides"]["seed"]}'
+    assert rows(url, 'select spent_dollars from owner')[0]['spent_dollars'] == pytest.approx(sum(a['sec'] for a in attempts) / 3600 * 0.324)
+    print(f'{num_jobs:,} jobs: submitted in {submitted - began:.0f} s, drained by {num_machines} machines in {drained - submitted:.0f} s, '
+          f'{len(attempts):,} claims, {len(killed)} machines killed')  # fmt: skip
 
 
 def done(url):
