@@ -123,30 +123,28 @@ def base_xl(encoders_xl_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     return write_base(tmp_path_factory.mktemp('base-xl'), 'tiny-xl', encoders_xl_folder)
 
 
-def with_stand_ins(network: str, parent: pytest.TempPathFactory) -> Path:
-    """A whole pipeline of a tiny random network and its stand-in encoders."""
-    from data_prep.shapes import vocabulary
-    from diffusion.encoders.random_encoders import write_stand_in
-    from tests.families.published import write_base
+class Bases(dict[str, Path]):
+    """Whole pipelines by the names of their tiny networks, each made when it is first asked for, with stand-in encoders."""
 
-    encoders = parent.mktemp(f'encoders-{network}')
-    write_stand_in(encoders, network, words=vocabulary())
-    return write_base(parent.mktemp(f'base-{network}'), network, encoders)
+    def __init__(self, made: dict[str, Path], parent: pytest.TempPathFactory):
+        super().__init__(made)
+        self.parent = parent
 
+    def __missing__(self, network: str) -> Path:
+        from data_prep.shapes import vocabulary
+        from diffusion.encoders.random_encoders import write_stand_in
+        from diffusion.families.networks import find_network
+        from tests.families.published import write_base
 
-@pytest.fixture(scope='session')
-def base_sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_stand_ins('tiny-sd3', tmp_path_factory)
-
-
-@pytest.fixture(scope='session')
-def base_z_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_stand_ins('tiny-z-image', tmp_path_factory)
+        encoders = self.parent.mktemp(f'encoders-{network}')
+        write_stand_in(encoders, find_network(network).encoders, words=vocabulary())
+        self[network] = write_base(self.parent.mktemp(f'base-{network}'), network, encoders)
+        return self[network]
 
 
 @pytest.fixture(scope='session')
-def base_flux2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return with_stand_ins('tiny-flux2', tmp_path_factory)
+def bases(base: Path, base_xl: Path, tmp_path_factory: pytest.TempPathFactory) -> Bases:
+    return Bases({'tiny': base, 'tiny-xl': base_xl}, tmp_path_factory)
 
 
 @pytest.fixture(scope='session')

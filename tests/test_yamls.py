@@ -1,7 +1,6 @@
 """Every recipe that ships runs: two batches on the CPU, a tiny model in the named one's place, synthetic data."""
 
 import json
-from collections import defaultdict
 
 import pytest
 
@@ -23,12 +22,6 @@ ALL = [
     *sorted((REPOSITORY / 'benchmarks/ablations').glob('*/*.yaml')),
 ]
 YAMLS = [path for path in ALL if '\nautoencoder:' not in path.read_text()]  # of autoencoders: autoencoding/test_run.py
-
-
-@pytest.fixture
-def bases(base, base_xl, base_sd3, base_z_image, base_flux2):
-    """Tiny whole pipelines by network; families without adapters, such as PRX, take the encoders of the first."""
-    return defaultdict(lambda: base, {'tiny-xl': base_xl, 'tiny-sd3': base_sd3, 'tiny-z-image': base_z_image, 'tiny-flux2': base_flux2})
 
 
 @pytest.mark.parametrize('path', YAMLS, ids=lambda path: f'{path.parent.name}/{path.stem}')

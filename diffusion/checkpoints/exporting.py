@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.loaders import SD3LoraLoaderMixin
 from diffusers.training_utils import _collate_lora_metadata
 from diffusers.utils import convert_state_dict_to_kohya
 from safetensors.torch import save_file
@@ -157,7 +158,8 @@ def write_lora(folder: Path, family: Family, parts: Mapping[str, Any], alpha: fl
     for part in metadata.values():
         part['target_modules'] = sorted(part['target_modules'])  # a set, whose order changes from process to process
     layers = {f'{name}_lora_layers': own for name, own in exported_weights(family, parts).items()}
-    family.pipeline_class.save_lora_weights(folder, weight_name=LORA.name, **layers, **metadata)  # type: ignore[attr-defined]
+    writer: Any = family.pipeline_class if family.loads_adapters else SD3LoraLoaderMixin  # whose file fits any transformer
+    writer.save_lora_weights(folder, weight_name=LORA.name, **layers, **metadata)
     _order_metadata(folder / LORA.name)
     if not family.older_adapters:
         return

@@ -31,7 +31,10 @@ from diffusion.recipe.schema import Model
 WEIGHTS = 'diffusion_pytorch_model.safetensors'
 INDEX, SHARDS = f'{WEIGHTS}.index.json', 'diffusion_pytorch_model-*-of-*.safetensors'  # of a network that lies in several files
 # Entries of a sampler that say how its network was trained.
-OF_TRAINING = ('prediction_type', 'rescale_betas_zero_snr', 'shift', 'use_dynamic_shifting')
+OF_TRAINING = (
+    *('num_train_timesteps', 'beta_schedule', 'beta_start', 'beta_end', 'trained_betas', 'prediction_type', 'rescale_betas_zero_snr'),
+    *('shift', 'use_dynamic_shifting'),
+)
 # Entries of a network's configuration that change neither what its weights are nor what it computes from them, but for rounding.
 INDIFFERENT = (
     *('sample_size', 'dropout', 'upcast_attention', 'scaling_factor', 'shift_factor', 'latents_mean', 'latents_std', 'force_upcast'),

@@ -63,9 +63,7 @@ complete recipe of the run, `export.json` says which weights these are.
 
 ## Use
 
-```python
 {_use(recipe, family, facts, merged)}
-```
 
 ## Training
 
@@ -88,19 +86,26 @@ def _what(recipe: Recipe, merged: bool) -> str:
     name, adapter = recipe.model.network, recipe.adapter
     if adapter is None:
         return f'A text-to-image model in the diffusers format: the network `{name}`, trained at {recipe.data.resolution} px.'
-    others = f'`{LORA.parent / KOHYA}` for AUTOMATIC1111, ComfyUI' if family_of(name).older_adapters else 'ComfyUI'
+    family = family_of(name)
+    if not family.loads_adapters:
+        readers = '`python -m diffusion.generate`; diffusers loads no adapters of this network'
+    elif family.older_adapters:
+        readers = f'diffusers, `{LORA.parent / KOHYA}` for AUTOMATIC1111, ComfyUI and other programs'
+    else:
+        readers = 'diffusers, ComfyUI and other programs'
     also = '; this folder holds the whole model too, with the adapter in its weights' if merged else ''
     return (
         f'A LoRA adapter (rank {adapter.rank}, alpha {adapter.alpha:g}) of the network `{name}` of {base_of(recipe)}{also}. '
-        f'`{LORA}` is for diffusers, {others} and other programs. It was trained at '
-        f'{recipe.data.resolution} px.'
+        f'`{LORA}` is for {readers}. It was trained at {recipe.data.resolution} px.'
     )
 
 
 def _use(recipe: Recipe, family: Family, facts: Mapping[str, Any], merged: bool) -> str:
-    """A few lines of Python."""
+    """A few lines of Python, or a command where diffusers cannot do it."""
     name, base, lines = family.pipeline_class.__name__, facts.get('base'), []
     options = family.call_options(facts['guidance'], resolution=facts['resolution']) | {'num_inference_steps': facts['steps']}
+    if base is not None and not merged and not family.loads_adapters:
+        return '```sh\npython -m diffusion.generate PATH_OF_THIS_MODEL images --prompt "a prompt"\n```'
     if base is None or merged:
         lines.append(f'pipeline = {name}.from_pretrained("PATH_OR_ID_OF_THIS_MODEL")')
     else:
@@ -109,7 +114,7 @@ def _use(recipe: Recipe, family: Family, facts: Mapping[str, Any], merged: bool)
         lines.append(f'pipeline.load_lora_weights("PATH_OR_ID_OF_THIS_MODEL/{LORA.parent}", weight_name="{LORA.name}")  # offline it must be named')
     written = ', '.join(f'{name}={value:g}' if isinstance(value, float) else f'{name}={value!r}' for name, value in options.items())
     image = f'image = pipeline("a prompt", {written}).images[0]'
-    return '\n'.join([f'from diffusers import {name}', '', *lines, image])
+    return '\n'.join(['```python', f'from diffusers import {name}', '', *lines, image, '```'])
 
 
 def _licence_of(hub: tuple[str, str] | None) -> str:

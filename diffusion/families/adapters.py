@@ -50,14 +50,14 @@ def add_adapter(module: Any, adapter: Adapter, targets: Iterable[str], seed: int
     Raises:
         RecipeError: the rank is above what a layer has.
     """
-    from peft import LoraConfig  # takes seconds, which a run without adapters need not wait
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds, which a run without adapters need not wait
     from peft.tuners.lora import LoraLayer
 
     config = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, init_lora_weights='gaussian', target_modules=list(targets))  # type: ignore[arg-type]
     module.requires_grad_(False)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        module.add_adapter(config)
+        inject_adapter_in_model(config, module)  # diffusers' own way, which not all of its networks have
     layers: dict[str, Any] = {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
     sides: dict[str, int] = {name: min(layer.in_features, layer.out_features) for name, layer in layers.items()}
     name = min(sides, key=sides.__getitem__)
@@ -171,12 +171,9 @@ def load_exported(components: Mapping[str, Any], adapter: Adapter, family: Famil
     """Give the networks of a pipeline the adapter in a file of diffusers' format: exactly the weights that its settings imply.
 
     Raises:
-        EncoderError: the file is damaged or holds other weights, or there are no such adapters of this family.
+        EncoderError: the file is damaged or holds other weights.
     """
-    targets = family.adapter_targets.get(adapter.targets)
-    if targets is None:
-        raise EncoderError(f'{file}: {family.pipeline_class.__name__} loads no adapters')
-    parts = {family.component: targets}
+    parts = {family.component: family.adapter_targets[adapter.targets]}
     if adapter.text_encoders:
         parts |= {name: TEXT_TARGETS for name, part in components.items() if isinstance(part, ADAPTED_TEXT)}
     try:
@@ -202,4 +199,3 @@ def merge_adapter(module: Any) -> None:
             layer.merge()  # type: ignore[attr-defined]
     recurse_remove_peft_layers(module)
     del module.peft_config
-    module._hf_peft_config_loaded = False

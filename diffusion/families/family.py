@@ -1,5 +1,6 @@
 """Protocol of a model family. Training, sharding, compilation, counting, planning, export and generation know no model by name."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -43,8 +44,7 @@ class Family(ABC):
     tags: of an exported model's card on the Hub.
     older_adapters: readers expect its adapters under the names that diffusers had before peft, and other programs under kohya's; those of newer
         networks have peft's names everywhere.
-    adapter_targets: by `adapter.targets` of a recipe, how the names of the network's layers that gain an adapter end; empty where the pipeline
-        cannot load adapters.
+    adapter_targets: by `adapter.targets` of a recipe, how the names of the network's layers that gain an adapter end.
     token_arguments: of the forward function of `token_blocks`: the arguments that lie along the image's tokens, and in which dimension; the first is
         what they return. Empty where a network has no such blocks.
     """
@@ -69,12 +69,18 @@ class Family(ABC):
     counted_batch: ClassVar[int] = 1024
     tags: ClassVar[tuple[str, ...]] = ()
     older_adapters: ClassVar[bool] = False
-    adapter_targets: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    adapter_targets: ClassVar[Mapping[str, tuple[str, ...]]]
     token_arguments: ClassVar[Mapping[str, int]] = {}
 
     def find_text(self, source: str, revision: str | None) -> TextEncoders:
         """Its text encoders, in a folder in the diffusers layout or on the Hub."""
         return self.text.find(source, revision)
+
+    @property
+    def loads_adapters(self) -> bool:
+        """Whether diffusers' pipeline loads adapters of this network; PRX's has the methods, of a U-Net that it has not."""
+        save = getattr(self.pipeline_class, 'save_lora_weights', None)
+        return save is not None and f'{self.component}_lora_layers' in inspect.signature(save).parameters
 
     @abstractmethod
     def build(self, config: Config) -> Any:

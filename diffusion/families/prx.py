@@ -23,6 +23,8 @@ logging.getLogger('diffusers.pipelines.pipeline_utils').addFilter(
     lambda record: not record.getMessage().startswith('Expected types for text_encoder')
 )
 
+ATTENTION = ('img_qkv_proj', 'txt_kv_proj', 'to_out.0')
+
 
 class Prx(FlowTransformer):
     blocks = (PRXBlock,)
@@ -32,6 +34,7 @@ class Prx(FlowTransformer):
     tags = ('prx',)
     adds_shift: ClassVar = True
     token_arguments: ClassVar = {'hidden_states': 1, 'image_rotary_emb': 2}
+    adapter_targets: ClassVar = {'attention': ATTENTION, 'attention+ff': (*ATTENTION, 'gate_proj', 'up_proj', 'down_proj')}
     pipeline_parts: ClassVar = {
         'vae': (AutoencoderKL,),
         'text_encoder': (CLIPTextModel, T5EncoderModel, UMT5EncoderModel),

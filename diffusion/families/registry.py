@@ -46,8 +46,8 @@ def family_for(recipe: Recipe) -> Family:
     """The family of the recipe's network.
 
     Raises:
-        RecipeError: the recipe trains it by another objective than the family has, in a precision that it cannot take, by an adapter that its
-            pipeline cannot load, or with a method that it has no tokens for.
+        RecipeError: the recipe trains it by another objective than the family has, in a precision that it cannot take, or with a method that works
+            on tokens, which this family has not or does not name (`token_arguments`).
     """
     name = recipe.model.network
     family = family_of(name)
@@ -59,12 +59,13 @@ def family_for(recipe: Recipe) -> Family:
     if recipe.train.precision == 'bf16' and not family.takes_bf16:
         error = f'train.precision: bf16 would round the times that {name} is given to 8 bits; set train.precision=amp_bf16'
         raise RecipeError(recipe.name, [error])
-    if recipe.adapter is not None and not family.adapter_targets:
-        error = f'adapter: {family.pipeline_class.__name__}, which draws with {name}, loads no adapters; set adapter=null to train the whole network'
-        raise RecipeError(recipe.name, [error])
     for key, settings in switched_on(recipe.methods).items():
         if settings.blocks() and not family.token_arguments:
-            raise RecipeError(recipe.name, [f'methods.{key}: works on tokens of a transformer, and {name} is none; set methods.{key}=null'])
+            able = ', '.join(kind for kind, each in FAMILIES.items() if each.token_arguments)
+            raise RecipeError(
+                recipe.name,
+                [f'methods.{key}: works on the tokens of {able}, and {name} is a network of {find_network(name).family}; set methods.{key}=null'],
+            )
     return family
 
 

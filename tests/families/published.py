@@ -1,7 +1,7 @@
 """Models as their authors publish them: of diffusers' own classes and with their defaults, nothing of this project but sizes."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from diffusers import (
@@ -10,15 +10,13 @@ from diffusers import (
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
-    Flux2Transformer2DModel,
     PNDMScheduler,
-    SD3Transformer2DModel,
+    PRXPipeline,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
     ZImagePipeline,
-    ZImageTransformer2DModel,
 )
 from transformers import (
     CLIPTextModel,
@@ -66,11 +64,14 @@ PUBLISHED: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
         {'vae': AutoencoderKLFlux2, 'text_encoder': Qwen3ForCausalLM, 'tokenizer': Qwen2Tokenizer},
         {'is_distilled': False},
     ),
+    'prx': (  # 512, with CLIP in the place of T5Gemma
+        PRXPipeline,
+        FlowMatchEulerDiscreteScheduler(shift=3.0),
+        {'text_encoder': CLIPTextModel, 'tokenizer': CLIPTokenizer},
+        {},
+    ),
 }
 """Pipeline, scheduler_config.json, classes of its text encoders and tokenizers, and further arguments, by family."""
-
-
-TRANSFORMERS = {'sd3': SD3Transformer2DModel, 'flux2': Flux2Transformer2DModel, 'z-image': ZImageTransformer2DModel}
 
 
 def write_base(folder: Path, network: str, encoders_folder: Path) -> Path:
@@ -82,8 +83,8 @@ def write_base(folder: Path, network: str, encoders_folder: Path) -> Path:
     if named.family == 'flux2':  # statistics of no latents until it is trained
         parts['vae'].bn.running_mean.normal_()
         parts['vae'].bn.running_var.uniform_(0.5, 2)
-    if named.family in TRANSFORMERS:
-        transformer = parts['transformer'] = TRANSFORMERS[named.family](**named.config)
+    if 'transformer' in (classes := get_type_hints(kind.__init__)):
+        transformer = parts['transformer'] = classes['transformer'](**named.config)
         for name, weight in transformer.named_parameters():
             if name.endswith('pad_token'):  # zeros in diffusers until they are trained
                 torch.nn.init.normal_(weight)

@@ -38,6 +38,11 @@ FLOW = FlowSettings(uniform_share=1.0)  # the script's default
 
 
 @pytest.fixture(scope='module')
+def base_flux2(bases):
+    return bases['tiny-flux2']
+
+
+@pytest.fixture(scope='module')
 def plain(base_flux2):
     pipeline = Flux2KleinPipeline.from_pretrained(base_flux2)
     pipeline.set_progress_bar_config(disable=True)
@@ -236,12 +241,14 @@ def test_compiled_it_is_the_same(model, monkeypatch):
     compare_compiled(model, batch_of(model, 2, script_sigmas, (16, 4, 4))[0], FAMILY, monkeypatch)
 
 
-def test_a_vae_of_another_family_is_refused(changes, base_z_image):
+def test_a_vae_of_another_family_is_refused(changes, bases):
     """Its text encoder would do."""
-    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', [*changes, f'model.encoders.source={base_z_image}'])
+    recipe = load_recipe(REPOSITORY / 'yamls/shapes-flow.yaml', [*changes, f'model.encoders.source={bases["tiny-z-image"]}'])
     with pytest.raises(EncoderError, match='vae is an AutoencoderKL, and tiny-flux2 takes an AutoencoderKLFlux2'):
         build_model(recipe, torch.device('cpu'))
-    said = run_here('diffusion.check', REPOSITORY / 'yamls/shapes-flow.yaml', *changes, f'model.encoders.source={base_z_image}', code=2).stderr
+    said = run_here(
+        'diffusion.check', REPOSITORY / 'yamls/shapes-flow.yaml', *changes, f'model.encoders.source={bases["tiny-z-image"]}', code=2
+    ).stderr
     assert 'tiny-flux2 reads latent_channels 16' in said
 
 

@@ -34,6 +34,11 @@ FLOW = FlowSettings(uniform_share=0.0, shift=3.0)  # the published model's, and 
 
 
 @pytest.fixture(scope='module')
+def base_sd3(bases):
+    return bases['tiny-sd3']
+
+
+@pytest.fixture(scope='module')
 def plain(base_sd3):
     pipeline = StableDiffusion3Pipeline.from_pretrained(base_sd3)
     pipeline.set_progress_bar_config(disable=True)

@@ -38,6 +38,11 @@ LENGTHS = [30, 22]  # tokens of the two prompts with their chat
 
 
 @pytest.fixture(scope='module')
+def base_z_image(bases):
+    return bases['tiny-z-image']
+
+
+@pytest.fixture(scope='module')
 def plain(base_z_image):
     pipeline = ZImagePipeline.from_pretrained(base_z_image)
     pipeline.set_progress_bar_config(disable=True)

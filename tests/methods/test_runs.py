@@ -157,5 +157,5 @@ def test_what_a_method_needs_is_said_before_anything_starts(overrides, said, req
 
 def test_a_network_without_tokens_is_refused(overrides):
     recipe = load_recipe(REPOSITORY / 'yamls/sd2-base-256.yaml', [*overrides, 'methods.routing={first_block: 0, last_block: 1}'])
-    with pytest.raises(RecipeError, match=r'methods\.routing: works on tokens of a transformer, and tiny is none; set methods\.routing=null'):
+    with pytest.raises(RecipeError, match=r'methods\.routing: works on the tokens of prx, and tiny is a network of sd2; set methods\.routing=null'):
         build_trainer(recipe)

@@ -127,8 +127,6 @@ def test_what_cannot_be_adapted_is_refused(base, encoders_folder, images, tmp_pa
     error = 'adapter.rank: 40 is above 16, the smaller side of .*to_q in UNet2DConditionModel; set at most that'
     with pytest.raises(RecipeError, match=error):
         build_trainer(load(base, tmp_path / 'run', 'adapter.rank=40'))
-    with pytest.raises(RecipeError, match='PRXPipeline, which draws with tiny-prx, loads no adapters; set adapter=null'):
-        build_trainer(load(base, tmp_path / 'run', 'model.network=tiny-prx', 'model.diffusion=null', of='shapes-flow'))
     encode(images, tmp_path / 'stored', [RESOLUTION], EncoderSource(str(encoders_folder)), network='tiny')
     stored = ['data.kind=latents', f'data.streams.shapes.local={tmp_path}/stored', 'data.streams.shapes.remote=null']
     with pytest.raises(ManifestError, match='text_encoder: the dataset stores encoded text, which text encoders that are trained would change'):
@@ -137,6 +135,8 @@ def test_what_cannot_be_adapted_is_refused(base, encoders_folder, images, tmp_pa
         CheckpointError, match="set to prediction_type epsilon.* trains with prediction_type v_prediction; set the recipe's objective"
     ):
         build_trainer(load(base, tmp_path / 'run', 'model.diffusion.prediction=v_prediction'))
+    with pytest.raises(CheckpointError, match='is set to beta_schedule scaled_linear, and this run trains with beta_schedule linear; set'):
+        build_trainer(load(base, tmp_path / 'run', 'model.diffusion.schedule.kind=linear'))
 
 
 def example_batch(model):

@@ -116,13 +116,12 @@ class Counter:
         """Whether what is kept shows that the network can be trained: it was built, with the adapter, and sent a sample; its family agrees."""
         kept = Counter(self.kept, may_count=False)
         try:
-            _, flow, bf16, adapters, tokens = kept._family(recipe.model.network)
+            _, flow, bf16, tokens = kept._family(recipe.model.network)
             kept.counts(recipe, activations=False)
         except (Uncounted, RecipeError):
             return False
         needs = (
             (bf16, recipe.train.precision == 'bf16'),
-            (adapters, recipe.adapter is not None),
             (tokens, any(method.blocks() for method in switched_on(recipe.methods).values())),
         )
         return flow == (recipe.model.flow is not None) and all(has or not needed for has, needed in needs)

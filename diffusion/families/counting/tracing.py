@@ -50,9 +50,9 @@ def network_facts(name: str) -> list[int]:
 
 
 def family_facts(network: str) -> list[int]:
-    """Whether its family reads size and crop, is trained by a flow, takes bf16, loads adapters, and has tokens."""
+    """Whether its family reads size and crop, is trained by a flow, takes bf16, and has tokens."""
     family = family_of(network)
-    facts = family.reads_geometry, family.objective == 'flow', family.takes_bf16, family.adapter_targets, family.token_arguments
+    facts = family.reads_geometry, family.objective == 'flow', family.takes_bf16, family.token_arguments
     return [int(bool(has)) for has in facts]
 
 
