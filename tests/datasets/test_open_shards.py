@@ -101,6 +101,8 @@ def test_a_copy_for_another_process_has_no_files_of_this_one(shards):
     assert len(copied._open) == 0
     with multiprocessing.get_context('fork').Pool(2) as pool:  # which have the descriptors, and no position of them in common
         texts = pool.starmap(_text, [(opened, shards[0], 1)] * 8)
+        pool.close()
+        pool.join()  # `with` would send SIGTERM, for which an earlier test of this process may have left a handler that waits
     assert set(texts) == {expected}
 
 
