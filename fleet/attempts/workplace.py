@@ -143,6 +143,10 @@ class StopRequest:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
 
+    def __del__(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
     def ask(self) -> None:
         self.asked = True
         with suppress(OSError):  # full: it will be read
@@ -151,7 +155,9 @@ class StopRequest:
     def wait(self, seconds: float) -> bool:
         """Sleep, but not after a request; return whether there was one."""
         if not self.asked:
-            select.select([self._read], [], [], max(0.0, seconds))
+            poll = select.poll()  # select() takes no descriptor above 1,023
+            poll.register(self._read, select.POLLIN)
+            poll.poll(max(0.0, 1000 * seconds))
         return self.asked
 
     @contextmanager

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -301,6 +302,21 @@ def test_a_request_to_stop_may_come_at_any_instant():
         while not stop.wait(0.0001):
             assert time.monotonic() - began < 10
     assert stop.wait(100)
+
+
+def test_a_process_with_many_files_can_be_asked_to_stop():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        stop = StopRequest()
+        assert not stop.wait(0.01)
+        stop.ask()
+        assert stop.wait(100)
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_download_continues_and_is_compared(tmp_path, s3):
