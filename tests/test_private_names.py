@@ -81,7 +81,6 @@ USED = [
     # others
     ('diffusion/checkpoints/reading.py', 'numpy._core.multiarray', '_reconstruct', 'allowed in checkpoints: random states'),
     ('diffusion/checkpoints/exporting.py', 'diffusers.training_utils', '_collate_lora_metadata', "an adapter's alpha"),
-    ('diffusion/families/adapters.py', 'diffusers.loaders.PeftAdapterMixin', '_hf_peft_config_loaded', 'reset once an adapter is merged'),
     ('diffusion/families/unet.py', 'diffusers.Transformer2DModel', '_get_output_for_continuous_inputs', 'overridden: no copy'),
     ('diffusion/families/pipeline.py', 'diffusers.DiffusionPipeline', '_optional_components', 'parts that a pipeline may lack'),
     ('diffusion/families/unet.py', 'diffusers.DDIMScheduler', '_compatibles', 'schedulers that the family may name'),

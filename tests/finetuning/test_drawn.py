@@ -97,7 +97,7 @@ def test_the_cache_is_told_apart_by_all_that_the_images_depend_on(load, base, tm
         place(recipe=load('data.resolution=40')),
         place(recipe=load('train.precision=amp_bf16')),
         place(recipe=load(f'load_path={tmp_path}/trained')),
-        place(recipe=load('model.diffusion.schedule.beta_end=0.013')),
+        place(recipe=load(f'load_path={tmp_path}/trained', 'model.diffusion.schedule.beta_end=0.013')),  # the base names its own
     ]
     assert len({place(), *others}) == len(others) + 1
     assert place(recipe=load(f'run_folder={tmp_path}/second', 'optimizer.lr=0.1')) == place()
