@@ -104,10 +104,10 @@ def _use(recipe: Recipe, family: Family, facts: Mapping[str, Any], merged: bool)
     """A few lines of Python, or a command where diffusers cannot do it."""
     name, base, lines = family.pipeline_class.__name__, facts.get('base'), []
     options = family.call_options(facts['guidance'], resolution=facts['resolution']) | {'num_inference_steps': facts['steps']}
-    if base is not None and not merged and not family.loads_adapters:
-        return '```sh\npython -m diffusion.generate PATH_OF_THIS_MODEL images --prompt "a prompt"\n```'
     if base is None or merged:
         lines.append(f'pipeline = {name}.from_pretrained("PATH_OR_ID_OF_THIS_MODEL")')
+    elif not family.loads_adapters:
+        return '```sh\npython -m diffusion.generate PATH_OF_THIS_MODEL images --prompt "a prompt"\n```'
     else:
         revision = f', revision="{base["revision"]}"' if base['revision'] else ''
         lines.append(f'pipeline = {name}.from_pretrained("{base["source"]}"{revision})')

@@ -57,7 +57,7 @@ def add_adapter(module: Any, adapter: Adapter, targets: Iterable[str], seed: int
     module.requires_grad_(False)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, module)  # diffusers' own way, which not all of its networks have
+        inject_adapter_in_model(config, module)  # the `add_adapter` of diffusers and transformers ends here, but PRX's network has none
     layers: dict[str, Any] = {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
     sides: dict[str, int] = {name: min(layer.in_features, layer.out_features) for name, layer in layers.items()}
     name = min(sides, key=sides.__getitem__)

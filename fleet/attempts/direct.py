@@ -126,9 +126,6 @@ class DirectBackend:
     spec: JobSpec
     fenced: bool = False
 
-    def __post_init__(self) -> None:
-        self._held = self.latest.checkpoint
-
     def heartbeat(self, step: int, steps_per_sec: float | None, points: MutableSequence[Any]) -> Order:
         if self.fenced:
             raise LeaseLost(f'{self.folder.url}: another attempt has begun')
@@ -145,8 +142,9 @@ class DirectBackend:
             source = open_folder(where or '/') if not given.url.startswith(('http://', 'https://')) else None
         else:
             assert place == CHECKPOINT
-            assert self._held is not None
-            content, source, inside = self._held.files[name], self.folder, f'{self._held.folder}/{name}'
+            held = self.latest.checkpoint  # fetched before this attempt publishes one
+            assert held is not None
+            content, source, inside = held.files[name], self.folder, f'{held.folder}/{name}'
         try:
             if source is None:
                 download(given.url, path, content, given_up)
@@ -231,14 +229,14 @@ def _remove_superseded(folder: Folder, latest: LatestRecord) -> None:
 
     What cannot be deleted is in nobody's way.
     """
+    kept = latest.checkpoint.folder if latest.checkpoint else None
     with suppress(StorageError, OSError):
-        for name in {'/'.join(name.split('/')[:2]) for name in folder.files() if name.count('/') >= 2}:
-            epoch = name.partition('/')[0].removeprefix('e')
-            if epoch.isdigit() and int(epoch) <= latest.epoch and name != (latest.checkpoint and latest.checkpoint.folder):
-                for file in folder.files(name):
-                    folder.delete(file)
+        for file in folder.files():
+            epoch, place = file.partition('/')[0].removeprefix('e'), '/'.join(file.split('/')[:2])
+            if file.count('/') >= 2 and epoch.isdigit() and int(epoch) <= latest.epoch and place != kept:
+                folder.delete(file)
                 if isinstance(folder, LocalFolder):
-                    shutil.rmtree(Path(folder.url) / name, ignore_errors=True)
+                    shutil.rmtree(Path(folder.url) / place, ignore_errors=True)
 
 
 # `fleet run`: a whole attempt with storage of its own, for engines that have a queue already (Kubernetes, Slurm, SkyPilot).

@@ -5,7 +5,8 @@ import hashlib
 import hmac
 import ipaddress
 import threading
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import aiohttp
 from yarl import URL
@@ -22,19 +23,20 @@ GONE_AFTER = 3.0  # leases without a sign of life after which a machine's stay h
 SWEEPS = 0x737765  # advisory lock: of several services one sweeps; it goes with the connection, however that ends
 
 
-class RepeatedWork:
+class RepeatedWork(ABC):
     """A thread that calls `look` again and again, for as long as the service runs.
 
     Args:
         every_sec: between two looks.
     """
 
-    ending_sec = 10.0  # that a look may take when the service ends
+    name: ClassVar[str]
+    ending_sec: ClassVar[float] = 10.0  # that a look may take when the service ends
 
     def __init__(self, database: Database, every_sec: float):
         self.database, self.every_sec = database, every_sec
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
+        self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
     def start(self) -> None:
         self.thread.start()
@@ -48,32 +50,30 @@ class RepeatedWork:
             try:
                 self.look()
             except Exception as error:  # a database that restarts, no file descriptor is left; whatever it is, the next look may succeed
-                print_message(f'{self.thread.name}: {redacted(first_line(error, with_type=True))}')
+                print_message(f'{self.name}: {redacted(first_line(error, with_type=True))}')
 
+    @abstractmethod
     def look(self) -> None:
-        raise NotImplementedError
+        """Do what is due."""
 
 
 class Sweeper(RepeatedWork):
-    """Sweeps up what nobody asks for; claims take lapsed leases back too."""
+    """Sweeps up what nobody asks for; claims take lapsed leases back too. Of several services one sweeps at a time."""
+
+    name = 'sweeper'
 
     def __init__(self, database: Database, settings: LeaseSettings, every_sec: float = 5.0):
         super().__init__(database, every_sec)
         self.settings = settings
 
     def look(self) -> None:
-        self.sweep()
-
-    def sweep(self) -> bool:
-        """Look once; False if another service is at it."""
         with self.database.transaction() as connection:
             row = connection.execute('select pg_try_advisory_xact_lock(%s) as mine', [SWEEPS]).fetchone()
             if row is None or not row['mine']:
-                return False
+                return
             leases.take_back(connection, 'j.lease_until <= now()')
             end_sessions(connection, GONE_AFTER * self.settings.lease_sec)
             lift_bans(connection)
-        return True
 
 
 def end_sessions(connection: Connection, after_sec: float) -> None:
@@ -127,6 +127,7 @@ class WebhookSender(RepeatedWork):
         networks: whose addresses are told although they are not of the public internet.
     """
 
+    name = 'webhooks'
     ending_sec = TIMEOUT_SEC + 5
 
     def __init__(self, database: Database, networks: tuple[Network, ...] = (), every_sec: float = 5.0):

@@ -1,20 +1,25 @@
 """Parts that diffusers' DreamBooth scripts of all flow transformers have in common, to be held against a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model_state_dict
+from diffusers import DiffusionPipeline
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
 
+from diffusion.checkpoints.initial import load_weights
 from diffusion.contracts.batch import Conditioning
 from diffusion.datasets.keyed_random import Draw, normal
+from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.family import Family
 from diffusion.families.pipeline import open_model
+from diffusion.families.registry import build_network, family_of
 from diffusion.recipe import Recipe, RecipeError, load_recipe
+from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
 from diffusion.training.builder import build_model, build_trainer
 from diffusion.training.machine import compile_network
 from diffusion.training.model import TextToImage
@@ -25,6 +30,19 @@ CLOSE = {'rtol': 1e-5, 'atol': 1e-5}
 FILE = 'pytorch_lora_weights.safetensors'
 Velocity = Callable[[Any, Tensor, Tensor, Conditioning], Tensor]
 """(transformer, noisy latents, noise levels (B,), conditioning) -> the script's prediction."""
+
+
+def open_plain(base: Path) -> Any:
+    pipeline = DiffusionPipeline.from_pretrained(base)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def published_model(name: str, base: Path, flow: FlowSettings) -> TextToImage:
+    """The network and encoders of `base`, as a run holds them."""
+    network, settings = build_network(name), Model(name, flow=flow)
+    load_weights(network, str(base), settings, same_objective=True)
+    return TextToImage(network, FrozenEncoders.load(EncoderSource(str(base)), family_of(name).find_text), settings, seed=3)
 
 
 def adapter_recipe(name: str, changes: list[str], folder: Path, *more: str) -> Recipe:
@@ -133,7 +151,9 @@ def compare_adapter_steps(recipe: Recipe, family: Family, transformer: Any, late
         torch.testing.assert_close(after[name], weight.detach(), **CLOSE)
 
 
-def compare_images_of_adapter(recipe: Recipe, family: Family, base: Path, folder: Path, parts: set[str], noise: Tensor, **options: Any) -> None:
+def compare_images_of_adapter(
+    recipe: Recipe, family: Family, base: Path, folder: Path, parts: set[str], noise: Tensor, prompts: Sequence[str] = PROMPTS, **options: Any
+) -> None:
     """Train and export; then the plain base with the adapter has to draw what the merged export draws, and so does what is left of that without its
     pipeline.
 
@@ -152,10 +172,15 @@ def compare_images_of_adapter(recipe: Recipe, family: Family, base: Path, folder
 
     def drawn(pipeline):
         pipeline.set_progress_bar_config(disable=True)
-        return pipeline(prompt=list(PROMPTS), latents=noise.clone(), num_inference_steps=4, output_type='latent', **options).images
+        return pipeline(prompt=list(prompts), latents=noise.clone(), num_inference_steps=4, output_type='latent', **options).images
 
     with_adapter = kind.from_pretrained(base)
-    with_adapter.load_lora_weights(out / 'lora', weight_name=FILE)
+    if family.loads_adapters:
+        with_adapter.load_lora_weights(out / 'lora', weight_name=FILE)
+    else:  # peft does
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=list(family.adapter_targets[recipe.adapter.targets]))
+        weights = {name.removeprefix('transformer.'): weight for name, weight in load_file(out / 'lora' / FILE).items()}
+        assert set_peft_model_state_dict(inject_adapter_in_model(config, with_adapter.transformer), weights).unexpected_keys == []
     merged = drawn(kind.from_pretrained(out))
     torch.testing.assert_close(drawn(with_adapter), merged, rtol=0, atol=1e-4)
     assert (merged - drawn(kind.from_pretrained(base))).abs().max() > 0.01

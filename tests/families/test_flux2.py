@@ -17,9 +17,8 @@ from diffusion.families.pipeline import generate, open_model
 from diffusion.families.registry import FAMILIES, build_network, training_flops
 from diffusion.objectives.flow import times
 from diffusion.recipe import load_recipe
-from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
+from diffusion.recipe.schema import EncoderSource, FlowSettings
 from diffusion.training.builder import build_model, build_trainer
-from diffusion.training.model import TextToImage
 from tests.conftest import REPOSITORY, run_here
 from tests.families.dreambooth import (
     CLOSE,
@@ -31,6 +30,8 @@ from tests.families.dreambooth import (
     compare_images_of_adapter,
     compare_refusal_of_bf16,
     compare_step,
+    open_plain,
+    published_model,
 )
 
 FAMILY, CONFIG = FAMILIES['flux2'], find_network('tiny-flux2').config
@@ -44,17 +45,12 @@ def base_flux2(bases):
 
 @pytest.fixture(scope='module')
 def plain(base_flux2):
-    pipeline = Flux2KleinPipeline.from_pretrained(base_flux2)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return open_plain(base_flux2)
 
 
 @pytest.fixture
 def model(base_flux2):
-    """The published network and encoders, as a run holds them."""
-    network, settings = build_network('tiny-flux2'), Model('tiny-flux2', flow=FLOW)
-    load_weights(network, str(base_flux2), settings, same_objective=True)
-    return TextToImage(network, FrozenEncoders.load(EncoderSource(str(base_flux2)), FAMILY.find_text), settings, seed=3)
+    return published_model('tiny-flux2', base_flux2, FLOW)
 
 
 @pytest.fixture

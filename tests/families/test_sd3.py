@@ -9,14 +9,12 @@ from diffusion.checkpoints.exporting import export
 from diffusion.checkpoints.initial import load_weights
 from diffusion.contracts.errors import CheckpointError, EncoderError
 from diffusion.datasets.keyed_random import Draw, normal
-from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.networks import find_network
 from diffusion.families.registry import FAMILIES, build_network, family_of, training_flops
 from diffusion.objectives.flow import times
 from diffusion.recipe import load_recipe
-from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
+from diffusion.recipe.schema import FlowSettings
 from diffusion.training.builder import build_model, build_trainer
-from diffusion.training.model import TextToImage
 from tests.conftest import REPOSITORY, run_here
 from tests.families.dreambooth import (
     CLOSE,
@@ -27,6 +25,8 @@ from tests.families.dreambooth import (
     compare_images_of_adapter,
     compare_refusal_of_bf16,
     compare_step,
+    open_plain,
+    published_model,
 )
 
 FAMILY, CONFIG = FAMILIES['sd3'], find_network('tiny-sd3').config
@@ -40,17 +40,12 @@ def base_sd3(bases):
 
 @pytest.fixture(scope='module')
 def plain(base_sd3):
-    pipeline = StableDiffusion3Pipeline.from_pretrained(base_sd3)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return open_plain(base_sd3)
 
 
 @pytest.fixture
 def model(base_sd3):
-    """The published network and encoders, as a run holds them."""
-    network = build_network('tiny-sd3')
-    load_weights(network, str(base_sd3), Model('tiny-sd3', flow=FLOW), same_objective=True)
-    return TextToImage(network, FrozenEncoders.load(EncoderSource(str(base_sd3)), FAMILY.find_text), Model('tiny-sd3', flow=FLOW), seed=3)
+    return published_model('tiny-sd3', base_sd3, FLOW)
 
 
 @pytest.fixture

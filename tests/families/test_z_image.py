@@ -19,7 +19,6 @@ from diffusion.objectives.flow import times
 from diffusion.recipe import load_recipe
 from diffusion.recipe.schema import EncoderSource, FlowSettings, Model
 from diffusion.training.builder import build_trainer
-from diffusion.training.model import TextToImage
 from tests.conftest import REPOSITORY
 from tests.families.dreambooth import (
     PROMPTS,
@@ -30,6 +29,8 @@ from tests.families.dreambooth import (
     compare_images_of_adapter,
     compare_refusal_of_bf16,
     compare_step,
+    open_plain,
+    published_model,
 )
 
 FAMILY, CONFIG = FAMILIES['z-image'], find_network('tiny-z-image').config
@@ -44,17 +45,12 @@ def base_z_image(bases):
 
 @pytest.fixture(scope='module')
 def plain(base_z_image):
-    pipeline = ZImagePipeline.from_pretrained(base_z_image)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return open_plain(base_z_image)
 
 
 @pytest.fixture
 def model(base_z_image):
-    """The published network and encoders, as a run holds them."""
-    network, settings = build_network('tiny-z-image'), Model('tiny-z-image', flow=FLOW)
-    load_weights(network, str(base_z_image), settings, same_objective=True)
-    return TextToImage(network, FrozenEncoders.load(EncoderSource(str(base_z_image)), FAMILY.find_text), settings, seed=3)
+    return published_model('tiny-z-image', base_z_image, FLOW)
 
 
 @pytest.fixture
