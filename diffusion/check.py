@@ -1,6 +1,6 @@
 """Check a recipe without a GPU: print it resolved, every key with its meaning, or list every mistake in it.
 
-    python -m diffusion.check yamls/sd2-base-256.yaml [--gpus N] [key=value ...]
+    python -m diffusion.check yamls/sd2-base-256.yaml [--gpus N] [--preview PAGE.html] [key=value ...]
 
 Prints the keys that the recipe and the command line state with their meaning, and folds those of its base and the defaults into comments that say
 where each comes from. Reads the manifest and index.json of datasets in folders of this machine, and decodes the photos of streams that have some;
@@ -86,6 +86,7 @@ class CheckRequest(Arguments):
 
     recipe: str = positional('RECIPE')
     gpus: PositiveInt | None = option(None, 'processes to check for (default: WORLD_SIZE, or 1, on this machine)', 'N')
+    preview: Path | None = option(None, "also write a page of what training sees of the recipe's photos", 'PAGE.html')
     all: bool = option(False, 'print all keys with their meaning, also those of its base and the defaults')
     overrides: list[str] = positional('key=value', default=[])
 
@@ -99,6 +100,8 @@ def main() -> int:
         errors, about, warnings = look(recipe, num_gpus)  # type: ignore[arg-type]
         if errors:
             raise RecipeError(args.recipe, errors)
+        if args.preview is not None:
+            about.append(preview(recipe, args.preview))
     except RecipeError as error:
         print_message(f'{error}\nverdict: {args.recipe} cannot be trained; correct {"this" if len(error.errors) == 1 else "these"} and check again')
         return 2
@@ -118,6 +121,20 @@ def main() -> int:
     verdict = 'sound, but this machine cannot train it' if refused else f'sound for {counted(num_gpus, "GPU")}'
     print_page(f'# verdict: {args.recipe} is {verdict}')
     return 0
+
+
+def preview(recipe: AnyRecipe, page: Path) -> str:
+    """Write the page of a recipe's photos; return what it shows.
+
+    Raises:
+        RecipeError: the recipe names none.
+    """
+    with quick_imports():
+        from diffusion.finetuning.preview import write_preview
+    shown = write_preview(recipe, page) if isinstance(recipe, Recipe) else ''
+    if not shown:
+        raise RecipeError(recipe.name, ['--preview: no stream of the recipe has photos; leave it out'])
+    return f'preview: {shown}: open {page} in a browser'
 
 
 def look_at_network(recipe: Recipe, num_gpus: int) -> tuple[list[str], list[str], list[str]]:

@@ -38,7 +38,7 @@ BLOCKS: list = [(page, i) for page in PAGES_RUN_HERE for i in range(len(commands
 BLOCKS += [pytest.param('docs/ray.md', i, marks=pytest.mark.long) for i in range(len(commands('docs/ray.md')))]
 
 
-TINY_ADAPTER = ['adapter.rank=2', 'adapter.alpha=2', 'data.streams.class.drawn.prompts=[a, b]',
+TINY_ADAPTER = ['data.resolution=128', 'adapter.rank=2', 'adapter.alpha=2', 'data.streams.class.drawn.prompts=[a, b]',
                 'data.streams.class.drawn.num_images=2', 'data.streams.class.drawn.steps=1',
                 'ema.half_life=1ba', 'log.samples.steps=2']  # fmt: skip
 NOT_HERE = ('benchmarks.throughput',)  # handles signals
@@ -79,7 +79,7 @@ def place(tmp_path_factory):
         write_captioner(folder / 'models/blip')
         (folder / 'photos').mkdir()
         for i, scene in enumerate(scenes[:5]):
-            draw(scene, 40, rng).save(folder / f'photos/{i}.png')
+            draw(scene, 140, rng).save(folder / f'photos/{i}.png')
         (folder / 'sweep.yaml').write_text(yaml.safe_dump(SWEEP))
         yield folder
         server.shutdown()

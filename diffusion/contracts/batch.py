@@ -60,6 +60,7 @@ class Batch(TypedDict):
     # (B, 3) int64, (epoch, global sample id, occurrence in the epoch): with the seed it keys everything random about a sample. No two rows of a run
     # are equal: a sample that an epoch takes several times, by `proportion`, has the occurrences 0, 1, ...
     sample_key: Tensor
+    loss_map: NotRequired[Tensor]  # (B, h, w) float16 as the latents, factor of the loss by place, where some stream of the recipe has masks
     loss_weight: NotRequired[Tensor]  # (B,) float32, factor of each sample's training loss, where some stream of the recipe has another than 1
     # (B,) times of the objective, added while training if the recipe spreads them over the global batch; else the model draws them by `sample_key`.
     timesteps: NotRequired[Tensor]
@@ -83,6 +84,7 @@ class Sample(TypedDict):
     # (2,) int32, height and width of the original image in pixels, before any resizing; if the dataset stores it.
     size: NotRequired[np.ndarray]
     crop: NotRequired[np.ndarray]  # (2,) int32, top and left of what training sees, in pixels of the resized image
+    loss_map: NotRequired[np.ndarray]  # (h, w) float16 as the latents, if its dataset has masks
     captions: list[tuple[str, float]]  # with weights that add up to 1; training picks one of several, again in each epoch
     sample_key: tuple[int, int, int]
     loss_weight: NotRequired[float]

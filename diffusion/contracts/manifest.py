@@ -22,6 +22,7 @@ INDEX_NAME = 'index.json'
 MANIFEST_VERSION = 1
 # Columns of encoded captions, and the files next to the manifest that hold those of the empty caption.
 EMPTY_CAPTIONS = {'text_embeddings': 'empty_caption.npy', 'pooled_embeddings': 'empty_caption_pooled.npy'}
+LOSS_MAP = 'loss_map'  # column of photos with masks
 
 
 class ColumnFacts(TypedDict):

@@ -137,6 +137,22 @@ def size_when_opened(content: bytes, cover_px: tuple[int, int]) -> tuple[int, in
     return _guarded(work)
 
 
+def alpha_of(content: bytes) -> Image.Image | None:
+    """Return the alpha channel of an image, upright, grey of 8 bits: 255 is opaque; None if it has none.
+
+    Raises:
+        ImageError: as `open_image`.
+    """
+
+    def work() -> Image.Image | None:
+        image = _in_eight_bits(_load(content, None))
+        if image.mode not in ALPHA_MODES and 'transparency' not in image.info:
+            return None
+        return _upright(image).convert('RGBA').getchannel('A')
+
+    return _guarded(work)
+
+
 def canonical(content: bytes) -> CanonicalImage:
     """The image fully decoded, and re-encoded if decoders could disagree about it: PNG as PNG, all else as JPEG of quality 95.
 

@@ -23,7 +23,7 @@ from diffusion.common.processes import shield_worker
 from diffusion.common.storage import open_folder
 from diffusion.contracts.batch import Batch, Sample, StoredImages
 from diffusion.contracts.errors import ManifestError
-from diffusion.contracts.manifest import EMPTY_CAPTIONS
+from diffusion.contracts.manifest import EMPTY_CAPTIONS, LOSS_MAP
 from diffusion.datasets.keyed_random import Draw, uniform
 from diffusion.datasets.mds import BadSamples, CaptionedMDS, ImageCaptionMDS, LatentsCaptionMDS, RandomCropMDS
 from diffusion.datasets.shards import HASH, pick
@@ -107,6 +107,8 @@ class Collate:
     """Float16 encoding of the empty caption by its column, for datasets that store text embeddings."""
     downsampling: int | None = None
     """Pixels per latent along a side, of families that read the geometry of an image; None leaves it out."""
+    masked: bool = False
+    """A stream has masks: each batch has a map of its loss, 1 everywhere for samples of other streams."""
 
     def __call__(self, samples: Sequence[Sample]) -> Batch:
         sample_key = torch.from_numpy(np.array([sample['sample_key'] for sample in samples], np.int64))
@@ -123,6 +125,9 @@ class Collate:
             for column, empty in (self.empty_captions or {}).items():
                 stored = stacked([sample[column] for sample in samples])  # type: ignore[literal-required]
                 batch[column] = torch.where(dropped.view(-1, *[1] * empty.ndim), empty, stored)  # type: ignore[literal-required]
+            if self.masked:
+                everywhere = np.ones(samples[0]['moments'].shape[1:], np.float16)
+                batch['loss_map'] = stacked([sample.get('loss_map', everywhere) for sample in samples])
         elif 'stored' in samples[0]:
             flips = self._mirrored(sample_key).tolist() if self.flip else [False] * len(samples)
             batch['stored'] = StoredImages([sample['stored'] for sample in samples], flips, *samples[0]['target_px'])
@@ -219,7 +224,7 @@ def _loader(recipe: AnyRecipe, encoders: LoaderEncoders | None, batch_size: int,
     data = recipe.data
     dataset: Any
     if data.kind == 'synthetic':
-        dataset, sampler, empty_captions = *_synthetic(recipe, encoders, batch_size, training), None
+        dataset, sampler, empty_captions, masked = *_synthetic(recipe, encoders, batch_size, training), None, False
     else:
         section = 'data' if training else 'eval'
         streams, vae_sha256 = located(recipe, section), encoders.vae.sha256 if encoders else None
@@ -227,6 +232,7 @@ def _loader(recipe: AnyRecipe, encoders: LoaderEncoders | None, batch_size: int,
         if data.aspect_buckets:
             sources = _whole_batches(sources, streams, batch_size * dist.get_world_size(), training)
         empty_captions = _empty_captions(sources, encoders) if encoders else None
+        masked = any(LOSS_MAP in source.manifest.columns for source in sources.values())
         dataset, sampler = _streaming(recipe, sources, encoders, batch_size, training), None
     collate = Collate(
         encoders.text.tokenize if encoders else None,
@@ -236,6 +242,7 @@ def _loader(recipe: AnyRecipe, encoders: LoaderEncoders | None, batch_size: int,
         vary_captions=training,
         empty_captions=empty_captions,
         downsampling=encoders.vae.downsampling if encoders and geometry else None,
+        masked=masked,
     )
     return WatchedLoader(
         dataset,

@@ -1,7 +1,8 @@
 """Streaming datasets: an MDS sample becomes a Sample of the batch contract.
 
 MDS columns (written by data_prep): `caption` str or also `captions` JSON, and `image` bytes with `original_height` and `original_width` int32 (kind
-images) or `moments` float16 with `size` and `crop` int32 (kind latents), perhaps with `text_embeddings` and `pooled_embeddings` float16.
+images) or `moments` float16 with `size` and `crop` int32 (kind latents), perhaps with `text_embeddings`, `pooled_embeddings`
+and `loss_map` float16.
 """
 
 import os
@@ -18,7 +19,7 @@ from diffusion.common.processes import failpoint
 from diffusion.common.text import print_message
 from diffusion.contracts.batch import Sample
 from diffusion.contracts.errors import DataError, DataUnavailable
-from diffusion.contracts.manifest import EMPTY_CAPTIONS
+from diffusion.contracts.manifest import EMPTY_CAPTIONS, LOSS_MAP
 from diffusion.datasets.keyed_random import Draw, uniform
 from diffusion.datasets.shards import captions_of
 from diffusion.datasets.strict import StrictStreamingDataset
@@ -172,4 +173,4 @@ class LatentsCaptionMDS(CaptionedMDS):
         expected = self.shapes[stream]
         if row['moments'].shape != expected:
             raise ValueError(f'moments have the shape {row["moments"].shape}, the manifest says {expected}')
-        return {name: row[name] for name in ('moments', *EMPTY_CAPTIONS, 'size', 'crop') if name in row}
+        return {name: row[name] for name in ('moments', *EMPTY_CAPTIONS, 'size', 'crop', LOSS_MAP) if name in row}

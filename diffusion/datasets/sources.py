@@ -99,7 +99,8 @@ def shares(sizes: Sizes, streams: Mapping[str, Stream], batch_size: int, trainin
     """Share of each bucket that holds samples in an epoch.
 
     Evaluation, and training on photos, which are few, take all: they repeat some samples to fill the last batch of a bucket. Of other datasets what
-    does not fill one is left out.
+    does not fill one is left out. An epoch of photos and drawn images alone has each as often as a batch has samples: otherwise the only portrait of
+    six photos would fill a batch as four landscapes do.
 
     Args:
         streams: of the recipe, by dataset; all have a proportion or none has.
@@ -108,7 +109,8 @@ def shares(sizes: Sizes, streams: Mapping[str, Stream], batch_size: int, trainin
     Raises:
         ManifestError: no bucket fills a batch.
     """
-    in_all = sum(sum(buckets.values()) for buckets in sizes.values())
+    views = batch_size if training and all(map(is_prepared, streams.values())) else 1
+    in_all = views * sum(sum(buckets.values()) for buckets in sizes.values())
     weight = sum(stream.proportion or 0 for stream in streams.values()) or 1
     result = {}
     for name, buckets in sizes.items():
@@ -116,7 +118,7 @@ def shares(sizes: Sizes, streams: Mapping[str, Stream], batch_size: int, trainin
         for bucket, count in buckets.items():
             if count == 0:
                 continue
-            due = count if stream.proportion is None else int(in_all * stream.proportion / weight * count / sum(buckets.values()))
+            due = views * count if stream.proportion is None else int(in_all * stream.proportion / weight * count / sum(buckets.values()))
             num_batches = due // batch_size if training and not is_prepared(stream) else -(-max(due, 1) // batch_size)
             result[bucket] = BucketShare(count, due, num_batches * batch_size)
     if not any(share.chosen for share in result.values()):

@@ -31,11 +31,11 @@ from diffusion.common.processes import failpoint
 from diffusion.common.storage import open_folder, scratch_for
 from diffusion.common.text import print_message
 from diffusion.contracts.errors import CheckpointError, DataError
-from diffusion.contracts.manifest import INDEX_NAME, MANIFEST_NAME, Manifest
+from diffusion.contracts.manifest import INDEX_NAME, LOSS_MAP, MANIFEST_NAME, Manifest
 from diffusion.cost.hardware import own_device
 from diffusion.datasets.shards import HASH, read_index
 from diffusion.datasets.sources import INGREDIENTS_NAME, is_prepared, located, where
-from diffusion.datasets.transforms import RECTANGLE, SQUARE, covered
+from diffusion.datasets.transforms import RECTANGLE, SQUARE, cover, covered
 from diffusion.encoders.frozen import FrozenEncoders
 from diffusion.families.networks import find_network
 from diffusion.families.registry import family_of, kernels_in_use
@@ -108,7 +108,9 @@ def prepare_streams(recipe: Recipe) -> None:
 def _facts_of_images(key: str, stream: Stream, recipe: Recipe) -> dict[str, Any]:
     """Facts that tell a stream's images from others."""
     if stream.photos is not None:
-        return {'photos': {photo.key: [photo.sha256, photo.captions] for photo in read_photos(stream.photos, recipe.data, f'{key}.photos')}}
+        outside = {} if stream.photos.loss_outside is None else {'loss_outside': stream.photos.loss_outside}
+        photos = read_photos(stream.photos, recipe.data, f'{key}.photos')
+        return {'photos': {photo.key: [photo.sha256, photo.captions] for photo in photos}, **outside}
     assert stream.drawn is not None
     return {'drawn': settings_of(stream.drawn, recipe), 'base': base_of(recipe)}
 
@@ -197,6 +199,7 @@ def _refuse_if_begun(recipe: Recipe, key: str, folder: Path, now: Mapping[str, A
 def _encode(photos: Iterable[Photo], source: str, recipe: Recipe, ingredients: Mapping[str, Any], encoders: FrozenEncoders, latents: Path) -> None:
     """Write photos as the dataset that `data_prep.convert` and `data_prep.encode` would make of them: squares, or a stream for each aspect bucket."""
     vae, text, device = encoders.vae, encoders.text if ingredients['text'] else None, own_device()
+    outside = ingredients.get('loss_outside')
     encoders.to(device)
     streams, kept = dict[str, tuple[MDSWriter, Columns, tuple[int, int]]](), Counter[str]()
     total = len(ingredients['photos']) if 'photos' in ingredients else ingredients['drawn']['num_images']
@@ -205,6 +208,9 @@ def _encode(photos: Iterable[Photo], source: str, recipe: Recipe, ingredients: M
             bucket, size_px = batch[0].bucket, batch[0].train_px
             if bucket not in streams:
                 columns = columns_of(vae, text, size_px, _has_several_captions(ingredients))
+                if outside is not None:
+                    width, height = (side // vae.downsampling for side in size_px)
+                    columns = {**columns, LOSS_MAP: (f'ndarray:float16:{height},{width}', 'factor of the loss by place in the latents')}
                 encodings = {column: encoding for column, (encoding, _) in columns.items()}
                 streams[bucket] = MDSWriter(out=str(latents / bucket), columns=encodings, hashes=[HASH], progress_bar=False), columns, size_px
             writer, columns, _ = streams[bucket]
@@ -218,9 +224,13 @@ def _encode(photos: Iterable[Photo], source: str, recipe: Recipe, ingredients: M
                 less = 'free it of other processes, or encode them apart by data_prep.encode with a small --batch-size'
                 raise DataError(f'{source}: the GPU has too little memory for {what}: {error}; {less}') from error
             arrays = {column: values.cpu().numpy() for column, values in encoded.items()}
+            if outside is not None:
+                arrays[LOSS_MAP] = np.stack([loss_map(photo, outside, vae.downsampling) for photo in batch])
             for i, (photo, crop) in enumerate(zip(batch, crops, strict=True)):
                 if not np.isfinite(arrays['moments'][i]).all():
                     raise DataError(f'{source}/{photo.key}: its latents are not finite; take it out of the folder, or name another VAE')
+                if outside is not None and not arrays[LOSS_MAP][i].any():
+                    raise DataError(f'{source}/{photo.key}: nothing of its mask is left in the middle of it, which is trained on; crop the photo')
                 sample: dict[str, Any] = {'key': photo.key, 'caption': photo.captions[0][0], 'captions': photo.captions}
                 sample |= {'size': np.array(photo.size_px[::-1], np.int32), 'crop': np.array(crop, np.int32)}
                 sample |= {column: values[i] for column, values in arrays.items()}
@@ -250,6 +260,16 @@ def _encode(photos: Iterable[Photo], source: str, recipe: Recipe, ingredients: M
         (latents / bucket / MANIFEST_NAME).write_text(manifest.to_json())
     if text is not None:
         write_empty_captions(text, open_folder(latents), list(streams))
+
+
+def loss_map(photo: Photo, outside: float, downsampling: int) -> np.ndarray:
+    """(h, w) float16 factors of a photo's loss: 1 in its mask and `outside` around it, averaged over the pixels of each latent."""
+    (width, height), mask = photo.train_px, photo.mask
+    if mask is None:
+        return np.ones((height // downsampling, width // downsampling), np.float16)
+    inside = cover(mask.convert('RGB'), width, height)[0].numpy() / 255
+    blocks = inside.reshape(height // downsampling, downsampling, width // downsampling, downsampling)
+    return (outside + (1 - outside) * blocks.mean((1, 3))).astype(np.float16)
 
 
 def _batches(photos: Iterable[Photo]) -> Iterator[list[Photo]]:

@@ -37,7 +37,7 @@ class ContrastiveFlow(TrainingMethod):
 
     def forward(self, error: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
         other = self._target(batch['other_moments'], batch['other_key'], outputs.t)
-        return error - self.weight * weighted_error(outputs.prediction, other, outputs.weight)
+        return error - self.weight * weighted_error(outputs.prediction, other, outputs.weight, outputs.loss_map)
 
 
 def partners(seed: int, key: Tensor) -> Tensor:

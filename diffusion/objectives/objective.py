@@ -28,6 +28,7 @@ class Outputs(NamedTuple):
     target: Tensor  # (B, C, h, w) float32
     weight: Tensor | None  # (B,) float32
     t: Tensor  # (B,) times
+    loss_map: Tensor | None = None  # (B, h, w) factors of the error by place
 
 
 class Objective(nn.Module, ABC):
@@ -91,9 +92,14 @@ def sample_with(scheduler: Any, denoise: Denoise, noise: Tensor, steps: int, gen
     return latents
 
 
-def weighted_error(output: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-    """(B,) float32: each sample's mean squared error, times its weight if there is one."""
-    error = (output.float() - target.float()).square().flatten(1).mean(dim=1)
+def weighted_error(output: Tensor, target: Tensor, weight: Tensor | None = None, loss_map: Tensor | None = None) -> Tensor:
+    """(B,) float32: each sample's mean squared error, times its weight if there is one.
+
+    Args:
+        loss_map: (B, h, w) factors of the squared error of (B, C, h, w) outputs by place. The mean is over all places, so a small mask counts less.
+    """
+    squared = (output.float() - target.float()).square()
+    error = (squared if loss_map is None else squared * loss_map[:, None]).flatten(1).mean(dim=1)
     return error if weight is None else error * weight
 
 

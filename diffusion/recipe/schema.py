@@ -88,6 +88,8 @@ class Adapter:
 class Photos:
     folder: str = key(MISSING, 'Folder of images on this machine, each perhaps with its caption in a .txt file of its name.', may_change=True)
     caption: str | None = key(None, 'Caption of all that have none of their own, such as `a photo of sks dog`.')
+    loss_outside: float | None = key(None, low=0, high=0.99)
+    """Factor of the loss outside a photo's mask: `NAME.mask.png`, white on what is to be learned, or else its alpha channel; null: no masks."""
 
 
 @dataclass

@@ -116,7 +116,7 @@ class TextToImage(ComposerModel):
         Not divided by the sum of the weights: a sample then counts the same whatever else is in its batch, its micro-batch and on its GPU, and a
         stream of weight w and share s of the samples has the part w x s of the gradient, as prior preservation has it.
         """
-        error = weighted_error(outputs.prediction, outputs.target, outputs.weight)
+        error = weighted_error(outputs.prediction, outputs.target, outputs.weight, outputs.loss_map)
         for method in self.methods.values():
             error = method(error, outputs, batch)
         return (error * batch['loss_weight'] if 'loss_weight' in batch else error).mean()
@@ -142,7 +142,7 @@ class TextToImage(ComposerModel):
         with torch.autocast(moments.device.type, enabled=False):  # the objective's arithmetic is float32
             noisy, target = self._noised(moments, batch['sample_key'], t, seed)
             weight = self.objective.weight(t)
-        return Outputs(self.denoise(noisy, t, self.conditioning(batch)), target, weight, t)
+        return Outputs(self.denoise(noisy, t, self.conditioning(batch)), target, weight, t, batch.get('loss_map'))
 
     def conditioning(self, batch: Batch) -> Conditioning:
         """Text and geometry of the batch's images, for the network."""
@@ -185,7 +185,7 @@ class TextToImage(ComposerModel):
         return {} if is_train else losses_by_time(self.objective.end, self.eval_timesteps)
 
     def update_metric(self, batch: Any, outputs: Outputs, metric: Metric) -> None:
-        metric.update(batch['sample_key'][:, 1], weighted_error(outputs.prediction, outputs.target), outputs.t)
+        metric.update(batch['sample_key'][:, 1], weighted_error(outputs.prediction, outputs.target, loss_map=outputs.loss_map), outputs.t)
 
     def flops_per_batch(self, batch: Batch) -> int:
         """Counted FLOP of the network's forward and backward pass over the batch, and of what methods add; the encoders are left out."""

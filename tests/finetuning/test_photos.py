@@ -1,5 +1,7 @@
 """Photos become a dataset once, the one that data_prep makes of them, and a run trains on it as on any other."""
 
+import base64
+import io
 import json
 import os
 import re
@@ -15,6 +17,7 @@ from streaming import LocalDataset
 from data_prep.auditing.dataset import audit_dataset
 from data_prep.converting.conversion import convert
 from data_prep.encoding.dataset import encode
+from diffusion import check
 from diffusion.checkpoints.reading import find_checkpoint
 from diffusion.contracts.errors import DataError
 from diffusion.contracts.manifest import Manifest
@@ -257,3 +260,121 @@ def test_portraits_go_to_their_aspect_buckets(load, photos, encoders):
     batches = list(train_loader(recipe, encoders))
     assert sorted(tuple(batch['moments'].shape[2:]) for batch in batches) == [(16, 64), (48, 16), (64, 16)]  # a photo each, four times
     assert all(len(batch['sample_key'].unique(dim=0)) == 4 for batch in batches)
+
+
+def test_photos_of_rare_shapes_are_not_seen_more_often(load, photos, encoders):
+    for i in range(5):
+        Image.new('RGB', (130, 130)).save(photos / f'{i}.png')
+    Image.new('RGB', (70, 260)).save(photos / 'tall.png')
+    for more in ([], ['data.streams.subject.proportion=0.5']):
+        recipe = load('data.resolution=128', 'data.aspect_buckets=true', 'batch.global_size=4', *more)
+        prepare_streams(recipe)
+        seen = torch.cat([batch['sample_key'][:, 1] for _ in range(5) for batch in train_loader(recipe, encoders)]).bincount()
+        assert len(seen) == 6
+        assert seen.max() <= 1.25 * seen.min()
+
+
+def masked(photos, loss_outside=0.25):
+    """A photo of the folder gets a mask of its left half, another one is its own mask by its alpha channel, the others have none."""
+    left = Image.new('L', Image.open(photos / '1.png').size)
+    left.paste(255, (0, 0, left.width // 2, left.height))
+    left.save(photos / '1.mask.png')
+    opaque = Image.open(photos / '0.png').convert('RGBA')
+    opaque.putalpha(128)
+    opaque.save(photos / '0.png')
+    return f'data.streams.subject.photos.loss_outside={loss_outside}'
+
+
+def test_the_loss_counts_less_outside_a_mask(load, photos, encoders, tmp_path):
+    outside = masked(photos)
+    prepare_streams(load(outside))
+    maps = {key: row['loss_map'].astype(np.float64) for key, row in rows(tmp_path / PREPARED).items()}
+    assert sorted(maps) == [f'{i}.png' for i in range(5)]  # the mask is no photo
+    np.testing.assert_allclose(maps['0.png'], 0.25 + 0.75 * 128 / 255, atol=1e-3)
+    left, right = np.split(maps['1.png'], 2, axis=1)
+    assert (left[:, :-1] == 1).all()
+    assert (right[:, 1:] == 0.25).all()  # between them the resized edge
+    assert maps['1.png'].mean() == pytest.approx(0.625, abs=0.02)
+    assert all((maps[f'{i}.png'] == 1).all() for i in (2, 3, 4))
+    assert not audit_dataset(tmp_path / PREPARED).problems
+    trainer = build_trainer(load(outside))
+    model, batch = trainer.state.model, next(iter(train_loader(load(outside), encoders)))
+    outputs = model(batch)
+    factors = np.stack([maps[f'{i}.png'] for i in batch['sample_key'][:, 1].tolist()])
+    squared = (outputs.prediction.double() - outputs.target.double()).detach().numpy() ** 2
+    expected = (squared * factors[:, None]).mean((1, 2, 3))
+    weight = np.ones(len(expected)) if outputs.weight is None else outputs.weight.numpy()
+    np.testing.assert_allclose(model.loss(outputs, batch).item(), (expected * weight).mean(), rtol=1e-5)
+    assert expected.mean() < 0.95 * squared.mean()
+    trainer.close()
+
+
+def test_streams_without_masks_count_everywhere(load, photos, latents, encoders):
+    more = masked(photos), 'data.streams.subject.proportion=0.5', f'data.streams.class={{local: {latents}, proportion: 0.5}}'
+    prepare_streams(load(*more))
+    batches = [batch for _ in range(4) for batch in train_loader(load(*more), encoders)]
+    keys, maps = (torch.cat([batch[name] for batch in batches]) for name in ('sample_key', 'loss_map'))
+    assert (maps[keys[:, 1] >= 5] == 1).all()
+    assert (maps[keys[:, 1] < 2].float().mean((1, 2)) < 0.7).all()
+
+
+def test_a_mask_that_changes_is_noticed(load, photos, tmp_path):
+    outside = masked(photos)
+    fit(load(outside, 'train.duration=2ba', 'checkpoint.every=1ba'))
+    with pytest.raises(RecipeError) as refused:
+        prepare_streams(load('data.streams.subject.photos.loss_outside=0.5', 'train.duration=3ba'))
+    assert refused.value.errors == ['data.streams.subject.photos.loss_outside: 0.25 -> 0.5']
+    Image.new('L', Image.open(photos / '1.png').size, 255).save(photos / '1.mask.png')
+    with pytest.raises(DataError, match=r'photos changed since the run began: 1.png; undo it'):
+        prepare_streams(load(outside, 'train.duration=3ba'))
+
+
+@pytest.mark.parametrize(
+    ('files', 'loss_outside', 'expected'),
+    [
+        ({'a.mask.png': 40}, None, r'has 1 mask, a.mask.png for example; set photos.loss_outside, to 0.1 for example'),
+        ({'a.mask.png': 41}, 0.1, r'a.png: its mask has 41 x 60 px, the photo 40 x 60\n'),
+        ({'a.mask.png': 0}, 0.1, r'a.png: its mask is black everywhere; what is to be learned is white\n'),
+        ({'a.mask.png': b'none'}, 0.1, r'a.png: its mask: not a readable JPEG, PNG or WebP\n'),
+        ({'c.mask.png': 40}, 0.1, r'c.mask.png: no photo of this name\n'),
+        ({}, 0.1, r'^photos.loss_outside: no photo of .* has a mask \(NAME.mask.png\) or an alpha channel; leave the key out'),
+    ],
+)
+def test_a_mask_that_cannot_be_used_is_named(files, loss_outside, expected, tmp_path):
+    Image.new('RGB', (40, 60)).save(tmp_path / 'a.png')
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            (tmp_path / name).write_bytes(content)
+        else:
+            Image.new('L', (content or 40, 60), 255 if content else 0).save(tmp_path / name)
+    with pytest.raises(DataError, match=expected):
+        list(read_photos(Photos(str(tmp_path), 'all', loss_outside), Data(kind='latents', resolution=32)))
+
+
+def test_the_preview_shows_each_photo_as_it_is_trained_on(load, settings, photos, tmp_path, capsys, monkeypatch):
+    outside = masked(photos)
+    Image.new('RGB', (40, 120), 'red').save(photos / 'tall.png')
+    page = tmp_path / 'photos.html'
+    arguments = ['check', str(REPOSITORY / 'yamls/sd2-base-256.yaml'), '--preview', str(page), *settings, outside]
+    monkeypatch.setattr('sys.argv', arguments)
+    assert check.main() == 0
+    sides = [sorted(Image.open(photo).size) for photo in photos.glob('?*.png') if '.mask' not in photo.name]
+    cut_off = sum(1 - short / long > 0.25 for short, long in sides)
+    assert f'preview: 6 photos, {cut_off} with more than 25% cut off: open {page} in a browser' in capsys.readouterr().out
+    text = page.read_text()
+    assert '40 x 120 px to 32 x 32, 67% cut off</small> <b class="bad">much cut off' in text
+    assert text.count('much cut off</b>') == cut_off < 6
+    assert '<code>data.aspect_buckets=true</code>' in text
+    assert '; mask: 50%' in text
+    pictures = [base64.b64decode(one) for one in re.findall('data:image/jpeg;base64,([^"]+)', text)]
+    assert [Image.open(io.BytesIO(picture)).size for picture in pictures] == [(32, 32)] * 6
+    left, right = (np.asarray(Image.open(io.BytesIO(pictures[1])), np.float32)[:, part].std(axis=2).mean() for part in (slice(14), slice(18, None)))
+    assert left > 4 * right  # outside the mask there is no colour
+    assert OWN_CAPTION in text
+
+
+def test_a_preview_without_photos_is_refused(overrides, capsys, monkeypatch, tmp_path):
+    arguments = ['--preview', str(tmp_path / 'page.html'), *overrides, 'data.kind=synthetic']
+    monkeypatch.setattr('sys.argv', ['check', str(REPOSITORY / 'yamls/sd2-base-256.yaml'), *arguments])
+    assert check.main() == 2
+    assert '--preview: no stream of the recipe has photos; leave it out' in capsys.readouterr().err
