@@ -47,16 +47,24 @@ def published_model(name: str, base: Path, flow: FlowSettings) -> TextToImage:
 
 def adapter_recipe(name: str, changes: list[str], folder: Path, *more: str) -> Recipe:
     """The shipped recipe, four large steps long, with synthetic data."""
-    adapted = ['adapter.rank=4', 'adapter.alpha=8', 'data.kind=synthetic', 'batch.micro_size=8', 'train.duration=4ba', 'optimizer.lr=1e-2']
+    adapted = [
+        'adapter.rank=4',
+        'adapter.alpha=8',
+        'data.kind=synthetic',
+        'data.aspect_buckets=false',
+        'batch.micro_size=8',
+        'train.duration=4ba',
+        'optimizer.lr=1e-2',
+    ]
     streams = ['data.streams.subject=null', 'data.streams.class=null']
     return load_recipe(REPOSITORY / f'yamls/dreambooth-{name}-lora.yaml', [*changes, *adapted, *streams, f'run_folder={folder}', *more])
 
 
 def batch_of(model: TextToImage, count: int, script_sigmas: Callable[[Tensor], Tensor], noise_shape: tuple[int, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Latents of images, captions and times of a script that takes the middle of the posterior, so here that is all of it; and what it is given."""
+    """Latents of rectangles, captions and times of a script that takes the middle of the posterior, so here that is all of it; and what it is given."""
     generator = torch.Generator().manual_seed(count)
     key = torch.stack([torch.zeros(count), torch.arange(count), torch.zeros(count)], dim=1).long()
-    images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    images = torch.randint(0, 256, (count, 3, 32, 48), dtype=torch.uint8, generator=generator)
     prompts = [PROMPTS[i % 2] for i in range(count)]
     sigmas = script_sigmas(torch.rand(count, generator=generator))
     mean = model.encoders.vae.encode(images).chunk(2, dim=1)[0]

@@ -114,11 +114,11 @@ def test_text_is_encoded_as_the_pipeline_does(plain, model):
 
 def test_latents_are_those_of_the_script_and_come_back(plain, model):
     """Moments are of squares, so a draw from them is a draw from those of the VAE."""
-    vae, images = model.encoders.vae, batch_of(model, 2, script_sigmas, (16, 4, 4))[1][0]
+    vae, images = model.encoders.vae, batch_of(model, 2, script_sigmas, (16, 4, 6))[1][0]
     assert (vae.latent_channels, vae.downsampling) == (16, 8)
     with torch.no_grad():
         posterior = plain.vae.encode(images.float() / 127.5 - 1).latent_dist
-    moments, noise = vae.encode(images), torch.randn(2, 16, 4, 4, generator=torch.Generator().manual_seed(0))
+    moments, noise = vae.encode(images), torch.randn(2, 16, 4, 6, generator=torch.Generator().manual_seed(0))
     drawn = posterior.mean + posterior.std * torch.nn.functional.pixel_shuffle(noise, 2)
     torch.testing.assert_close(posterior_sample(moments, noise), plain._patchify_latents(drawn), **CLOSE)
     torch.testing.assert_close(vae.latents(moments, noise), script_latents(plain, drawn), **CLOSE)
@@ -140,7 +140,7 @@ def test_stored_latents_need_the_statistics_and_not_the_network(base_flux2):
 @pytest.mark.parametrize('count', [1, 3])
 def test_a_training_step_is_that_of_the_script(plain, model, count):
     """Loss and all gradients."""
-    batch, drawn = batch_of(model, count, script_sigmas, (16, 4, 4))
+    batch, drawn = batch_of(model, count, script_sigmas, (16, 4, 6))
     compare_step(model, batch, plain.transformer, lambda: script_loss(plain, plain.transformer, *drawn))
 
 
@@ -234,7 +234,7 @@ def test_flop_of_a_step_are_three_forward_passes():
 
 
 def test_compiled_it_is_the_same(model, monkeypatch):
-    compare_compiled(model, batch_of(model, 2, script_sigmas, (16, 4, 4))[0], FAMILY, monkeypatch)
+    compare_compiled(model, batch_of(model, 2, script_sigmas, (16, 4, 6))[0], FAMILY, monkeypatch)
 
 
 def test_a_vae_of_another_family_is_refused(changes, bases):

@@ -85,11 +85,11 @@ def batch_of(model, count, first=0):
     """Images with captions and times of the script, and the draws of noise that belong to them."""
     generator = torch.Generator().manual_seed(first)
     key = torch.stack([torch.zeros(count), torch.arange(first, first + count), torch.zeros(count)], dim=1).long()
-    images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    images = torch.randint(0, 256, (count, 3, 32, 48), dtype=torch.uint8, generator=generator)
     prompts = [PROMPTS[i % 2] for i in range(count)]
     sigmas = script_sigmas(torch.randn(count, generator=generator))
     batch = {'images': images, 'tokens': model.encoders.text.tokenize(prompts), 'sample_key': key, 'timesteps': sigmas}
-    return batch, (images, *(normal(model.seed, key, draw, (4, 8, 8)) for draw in (Draw.POSTERIOR, Draw.NOISE)), sigmas, prompts)
+    return batch, (images, *(normal(model.seed, key, draw, (4, 8, 12)) for draw in (Draw.POSTERIOR, Draw.NOISE)), sigmas, prompts)
 
 
 def test_text_is_encoded_as_the_pipeline_does(plain, model):

@@ -102,12 +102,12 @@ def test_text_is_encoded_as_the_pipeline_does(plain, model):
 @pytest.mark.parametrize('count', [1, 3])
 def test_a_training_step_is_that_of_the_script(plain, model, count):
     """Loss and all gradients, of captions of several lengths in one batch."""
-    batch, drawn = batch_of(model, count, script_sigmas, (4, 8, 8))
+    batch, drawn = batch_of(model, count, script_sigmas, (4, 8, 12))
     compare_step(model, batch, plain.transformer, lambda: script_loss(plain, plain.transformer, *drawn))
 
 
 def test_what_lies_at_padding_changes_nothing(model):
-    batch = batch_of(model, 2, script_sigmas, (4, 8, 8))[0]
+    batch = batch_of(model, 2, script_sigmas, (4, 8, 12))[0]
     conditioning = model.conditioning(batch)
     noisy, t = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0.2, 0.7])
     expected = model.denoise(noisy, t, conditioning)
@@ -215,7 +215,7 @@ def test_flop_of_a_step_are_three_forward_passes():
 
 
 def test_compiled_it_is_the_same(model, monkeypatch):
-    compare_compiled(model, batch_of(model, 2, script_sigmas, (4, 8, 8))[0], FAMILY, monkeypatch)
+    compare_compiled(model, batch_of(model, 2, script_sigmas, (4, 8, 12))[0], FAMILY, monkeypatch)
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(base_z_image, changes, tmp_path):

@@ -20,7 +20,7 @@ from tests.conftest import REPOSITORY, TINY, read_json
 from tests.fleet.conftest import described
 from tests.fleet.test_run import processes_of, wait_until
 
-ADAPTER = ['name=tiny', 'adapter.rank=2', 'adapter.alpha=2', 'data.streams.class.drawn.prompts=[a, b]', 'data.streams.class.drawn.num_images=2',
+ADAPTER = ['name=tiny', 'data.resolution=128', 'adapter.rank=2', 'adapter.alpha=2', 'data.streams.class.drawn.prompts=[a, b]', 'data.streams.class.drawn.num_images=2',
            'data.streams.class.drawn.steps=1', 'ema.half_life=1ba', 'log.samples.steps=2', 'batch.global_size=4', 'batch.micro_size=2',
            'checkpoint.every=2ba', 'optimizer.lr=1e-2', 'data.streams.subject={photos: {folder: photos, caption: a photo of sks dog}, proportion: 0.5}',
            'data.streams.class.proportion=0.5', 'data.streams.class.drawn.guidance=7.5', 'data.streams.class.drawn.cache=runs/drawn']  # fmt: skip
@@ -42,7 +42,7 @@ def job(tmp_path, base):
     rng = random.Random(0)
     (tmp_path / 'photos').mkdir()
     for i in range(5):
-        draw(random_scene(rng), 40, rng).save(tmp_path / f'photos/{i}.png')
+        draw(random_scene(rng), 140, rng).save(tmp_path / f'photos/{i}.png')
 
     def write(**overrides):
         for name, folder in (('subject', tmp_path / 'photos'), ('base', base)):
