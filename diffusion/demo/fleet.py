@@ -150,7 +150,7 @@ def run_demo(out: Path, base: Path, num_jobs: int, num_machines: int, num_steps:
             stack.callback(signal.signal, number, signal.SIG_IGN)
         for _ in range(num_machines):
             start_machine()
-        victim = wait_for(lambda: next((job for job in jobs() if job['state'] == 'leased' and 0 < job['step'] < job['num_steps']), None))
+        victim = wait_for(lambda: in_training(jobs()))
         machines[victim['node']].kill()  # as a power cut
         print(f'   {victim["node"]} is killed (kill -9) while it trains {victim["name"]}, whose last checkpoint is of step {victim["step"]}')
         print(f'   {start_machine()} takes its place', flush=True)
@@ -164,6 +164,13 @@ def run_demo(out: Path, base: Path, num_jobs: int, num_machines: int, num_steps:
     if not as_expected:
         print(f'That is not what was to happen; {out / "logs"} says why', file=sys.stderr)
     return as_expected
+
+
+def in_training(jobs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return a job that has trained some of its steps, if there is one; raise InputError once none can come."""
+    if not any(job['state'] in ('queued', 'leased') for job in jobs):
+        raise InputError(f'all jobs ended before a machine could be killed under one: {jobs[-1]["cause"]}; the folder logs says more')
+    return next((job for job in jobs if job['state'] == 'leased' and 0 < job['step'] < job['num_steps']), None)
 
 
 def summary(client: FleetClient, jobs: Sequence[dict[str, Any]]) -> tuple[str, bool]:

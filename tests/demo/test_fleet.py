@@ -75,6 +75,7 @@ def alive(folder):
 
 
 def left_behind(tmp_path, printed):
-    """Temporary files of the demo that are still there."""
+    """Temporary files of the demo that are still there, but for PyTorch's own cache, which all processes of the user share."""
     postgres = Path(re.search(r'PostgreSQL at (/tmp/pg-\w+)', printed)[1])
-    return [*(tmp_path / 'tmp').iterdir(), *([postgres] if postgres.exists() else [])]
+    left = [path for path in (tmp_path / 'tmp').iterdir() if not path.name.startswith('torchinductor_')]
+    return [*left, *([postgres] if postgres.exists() else [])]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -129,8 +130,9 @@ def ten_actors_killed(cluster, dest, process, again):
         time.sleep(rng.uniform(0.2, 2))
         assert process.poll() is None, f'{hits} kills'
         if actors := actors_of(cluster):
-            rng.choice(actors).kill()
-            hits += 1
+            with suppress(psutil.NoSuchProcess):  # it may have ended by itself since it was listed
+                rng.choice(actors).kill()
+                hits += 1
     assert num_parts(dest) < NUM_PARTS
     return process
 
