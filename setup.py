@@ -59,7 +59,7 @@ LOGGER_EXTRAS = {
 
 # Machines beside the one that trains or converts: data_prep's --engine ray, and data.encoders of a recipe. Without Ray Data: parts are handed out by
 # our own loop, which counts the attempts at each (data_prep/engines/), and Ray Data's way to bound them leaves in 2.64.
-RAY_EXTRA = {'ray': ['ray>=2.60,<3']}
+RAY_EXTRA = {'ray': ['ray>=2.60,<3', 'pandas>=2.2,<4']}  # Ray Train, which starts elastic runs (launch/ray/train.py), imports pandas
 
 # Feature networks of diffusion.evaluate: FID's Inception, and CLIP models that transformers does not have.
 EVAL_EXTRA = {'eval': ['torch-fidelity>=0.4,<0.5', 'open_clip_torch>=3.3,<4']}

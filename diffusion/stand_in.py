@@ -79,8 +79,8 @@ def write_pipeline(folder: Path, like: str) -> None:
     network, family = build_network(like), family_of(like)
     encoders = FrozenEncoders.load(EncoderSource(str(folder)), family.find_text)
     is_flow = family.objective == 'flow'
-    of_diffusion = {'beta_schedule': 'scaled_linear', 'beta_start': 0.00085, 'beta_end': 0.012, 'clip_sample': False, 'steps_offset': 1}
-    scheduler = family.scheduler(Flow(FlowSettings())) if is_flow else DDIMScheduler(**of_diffusion)  # as Stable Diffusion's
+    of_sd = DDIMScheduler(1000, 0.00085, 0.012, 'scaled_linear', clip_sample=False, steps_offset=1)  # Stable Diffusion's
+    scheduler = family.scheduler(Flow(FlowSettings())) if is_flow else of_sd
     side = SIDE if is_flow else network.config.sample_size  # a flow transformer has no size of its own
     family.pipeline(network, encoders, scheduler, side * encoders.vae.downsampling).save_pretrained(folder)
 

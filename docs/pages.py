@@ -19,7 +19,7 @@ OUTSIDE = {
     'README.md': 'index.md',
     'CONTRIBUTING.md': 'contributing.md',
 }  # files outside docs/ that are pages, by their names on the site
-ROOMS = ('diffusion', 'data_prep', 'fleet', 'benchmarks')  # of commands
+ROOMS = ('diffusion', 'data_prep', 'fleet', 'benchmarks', 'launch')  # of commands
 
 
 def on_files(files: Any, config: Any) -> Any:

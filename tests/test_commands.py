@@ -13,7 +13,9 @@ from tests.conftest import REPOSITORY, run_python
 def commands():
     """All files that can be run: modules of the packages, and files next to them."""
     files = [
-        path.relative_to(REPOSITORY) for folder in ('diffusion', 'data_prep', 'fleet', 'benchmarks', '.') for path in listed(REPOSITORY / folder)
+        path.relative_to(REPOSITORY)
+        for folder in ('diffusion', 'data_prep', 'fleet', 'benchmarks', 'launch', '.')
+        for path in listed(REPOSITORY / folder)
     ]
     runnable = [path for path in files if "\nif __name__ == '__main__':" in (REPOSITORY / path).read_text()]
     return [str(path) if path.parent.name == '' else '.'.join(path.with_suffix('').parts) for path in sorted(runnable)]

@@ -65,7 +65,7 @@ def wrong_address(address: str) -> str:
     return ''
 
 
-def connect(address: str | None, what: str, namespace: str | None = None) -> Any:
+def connect(address: str | None, what: str, namespace: str | None = None, show_output: bool = False) -> Any:
     """The module `ray`, connected; a process that is connected already stays so.
 
     Args:
@@ -73,6 +73,7 @@ def connect(address: str | None, what: str, namespace: str | None = None) -> Any
             one that runs here; `local`: a cluster of this machine alone, which ends with this process; None: what RAY_ADDRESS says, or else `local`.
         what: who asks, for messages.
         namespace: in which names of actors are unique.
+        show_output: print here what processes of this one print on other machines, and of Ray's own words there errors alone.
 
     Raises:
         ClusterRefusal: Ray is not installed, its authentication is switched off, or the address is none.
@@ -91,7 +92,7 @@ def connect(address: str | None, what: str, namespace: str | None = None) -> Any
     if ray.is_initialized():
         return ray
     address = shown = address or from_environment or LOCAL
-    own = {'include_dashboard': False} if address == LOCAL else {}
+    own: dict[str, Any] = {'include_dashboard': False} if address == LOCAL else {}
     try:
         if address == AUTO:
             from ray._private.services import canonicalize_bootstrap_address_or_die  # of Ray 2.60; nothing public tells the address without a wait
@@ -101,7 +102,9 @@ def connect(address: str | None, what: str, namespace: str | None = None) -> Any
         if address != LOCAL:
             _expect_answer(address)
         with _undisturbed_start(local=address == LOCAL):
-            ray.init(address, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING, **own)  # type: ignore[arg-type]
+            if show_output:
+                own['logging_config'] = ray.LoggingConfig(log_level='ERROR')
+            ray.init(address, namespace=namespace, log_to_driver=show_output, logging_level=logging.WARNING, **own)  # type: ignore[arg-type]
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         cause = (isinstance(error, OSError) and error.strerror) or error
         raise ClusterError(

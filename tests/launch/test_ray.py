@@ -229,6 +229,6 @@ def test_the_version_of_the_image_is_one_that_setup_allows(monkeypatch):
     arguments = {}
     monkeypatch.setattr(setuptools, 'setup', lambda **given: arguments.update(given))
     runpy.run_path(str(REPOSITORY / 'setup.py'))
-    (ray,) = arguments['extras_require']['ray']
+    ray, *_ = arguments['extras_require']['ray']
     version = next(yaml.safe_load_all((FOLDER / 'kuberay.yaml').read_text()))['spec']['rayVersion']
     assert version in Requirement(ray).specifier

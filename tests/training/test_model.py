@@ -47,11 +47,20 @@ def test_the_loss_is_diffusers_loss_for_the_same_noise_and_timesteps(encoders, b
 def test_the_loss_of_a_sample_is_multiplied_by_the_weight_of_its_stream(encoders, batch):
     model = build(encoders, min_snr_gamma=5.0)
     outputs, weights = model(batch), torch.tensor([1.0, 0.5, 3.0, 0.5])
-    errors = [model.loss(Outputs(*(part[i : i + 1] for part in outputs)), {}) for i in range(4)]
+    errors = [model.loss(Outputs(*(part if part is None else part[i : i + 1] for part in outputs)), {}) for i in range(4)]
     expected = (errors[0] + 0.5 * errors[1] + 3 * errors[2] + 0.5 * errors[3]) / 4
     torch.testing.assert_close(model.loss(outputs, {**batch, 'loss_weight': weights}), expected)
     parts = split_batch({**batch, 'loss_weight': weights}, 1)  # as many micro-batches, of one sample each
     torch.testing.assert_close(sum(model.loss(model(part), part) for part in parts) / 4, expected)
+
+
+def test_micro_batches_share_the_loss_of_a_masked_batch(encoders, batch):
+    model, loss_map = build(encoders), torch.rand(batch['moments'][:, 0].shape).half()
+    whole = {**batch, 'loss_map': loss_map}
+    outputs = model(whole)
+    squared = (outputs.prediction.double() - outputs.target.double()).square() * loss_map[:, None].double()
+    torch.testing.assert_close(model.loss(outputs, whole).double(), squared.mean(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(sum(model.loss(model(part), part) for part in split_batch(whole, 2)) / 2, model.loss(outputs, whole))
 
 
 def test_images_and_latents_give_the_same_loss(encoders, batch):
