@@ -48,6 +48,7 @@ def leave_no_children() -> None:
             stream.flush()
 
 
+RESUMED_BY = 'DIFFUSION_RESUMED_BY'  # variable with the command of a launcher on another machine
 LAUNCHED = 'LOCAL_RANK' in os.environ  # Composer sets it later for a process without a launcher too
 
 
@@ -58,6 +59,8 @@ def command() -> str:
 
 @cache
 def _command(_: int) -> str:
+    if stated := os.environ.get(RESUMED_BY):
+        return stated
     words = sys.orig_argv
     if LAUNCHED:  # without a launcher, a parent that names the script too is a wrapper: `timeout`, a script's shell, a profiler
         with suppress(OSError):

@@ -10,6 +10,7 @@ Exit codes are train.py's. 64, 65, 73 and 77 are final; after anything else Ray 
 """
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
 from diffusion.common.command_line import Arguments, option, positional
-from diffusion.common.processes import signals_as_exceptions
+from diffusion.common.processes import RESUMED_BY, signals_as_exceptions
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal, connect, disconnect
 from diffusion.common.text import counted, print_message
 from diffusion.contracts.errors import BAD_DATA, BAD_RECIPE, CRASH, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
@@ -30,6 +31,7 @@ from diffusion.recipe import RecipeError, load_any_recipe
 from diffusion.recipe.rules import batch_divides
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+START_SEC = 30  # for all workers to start: of a machine that was just lost Ray may believe for a while that it is there, and then asks in vain
 FINAL = (FINISHED, BAD_RECIPE, BAD_DATA, SUPERSEDED, NON_FINITE)
 # Composer's launcher, which stops its ranks when the worker that started it is gone, even killed. It is in a session of its own: Ray kills all
 # processes of a worker's, and the ranks have to save.
@@ -72,13 +74,15 @@ def main() -> int:
     except (RecipeError, ClusterRefusal, ClusterError) as error:
         print_message(str(error))
         return STALLED if isinstance(error, ClusterError) else BAD_RECIPE
+    os.environ.setdefault('RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S', str(START_SEC))  # Ray's: 60
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # TorchTrainer's workers would join a process group of their own
     from ray.train.v2.api.exceptions import TrainingFailedError
 
+    asked = {'words': [str(Path(args.recipe).resolve()), *args.overrides], 'ranks': ranks, 'sizes': sizes, 'folder': os.getcwd()}
     trainer = DataParallelTrainer(
         start_ranks,
-        train_loop_config={'words': [str(Path(args.recipe).resolve()), *args.overrides], 'ranks': ranks, 'sizes': sizes, 'folder': os.getcwd()},
+        train_loop_config={**asked, 'command': shlex.join(['python', '-m', 'launch.ray.train', *sys.argv[1:]])},
         scaling_config=ScalingConfig(
             num_workers=(least, most) if least < most else most,
             use_gpu=args.gpus > 0,
@@ -131,6 +135,7 @@ def start_ranks(asked: dict[str, Any]) -> int:
     world = {'WORLD_SIZE': size * ranks, 'LOCAL_WORLD_SIZE': ranks, 'NODE_RANK': node, 'MASTER_ADDR': address, 'MASTER_PORT': port}
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get('PYTHONPATH')])])
     environment = {**os.environ, **{name: str(value) for name, value in world.items()}, 'PYTHONPATH': path, 'PYTHONUNBUFFERED': '1'}
+    environment[RESUMED_BY] = asked['command']
     environment.pop('OMP_NUM_THREADS', None)  # Ray's, not the user's
     command = [sys.executable, '-c', LAUNCHER, '-n', str(ranks), str(REPOSITORY / 'train.py'), *asked['words']]
     code = subprocess.run(command, cwd=asked['folder'], env=environment, start_new_session=True, check=False).returncode

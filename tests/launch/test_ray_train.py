@@ -106,7 +106,7 @@ def test_a_machine_more_and_one_that_is_lost(cluster, settings, tmp_path):
         grown = driver.read()
         lose_machine(cluster)
         printed = driver.wait(0)
-    saved = re.search(r'stopped on request and saved after batch (\d+)', grown)
+    saved = re.search(r'stopped on request and saved after batch (\d+); resume with: python -m launch.ray.train \S+ --gpus 0', grown)
     assert f'resuming from {tmp_path}/elastic/checkpoints/ba{int(saved[1]):08d}.pt' in grown  # a larger cluster costs no step
     assert re.findall(r'(\d) of \d workers train', printed)[0] == '2'
     assert re.findall(r'(\d) of \d workers train', printed)[-1] == '2'
