@@ -127,11 +127,14 @@ def preview(recipe: AnyRecipe, page: Path) -> str:
     """Write the page of a recipe's photos; return what it shows.
 
     Raises:
-        RecipeError: the recipe names none.
+        RecipeError: the recipe names none, or the page cannot be written.
     """
     with quick_imports():
         from diffusion.finetuning.preview import write_preview
-    shown = write_preview(recipe, page) if isinstance(recipe, Recipe) else ''
+    try:
+        shown = write_preview(recipe, page) if isinstance(recipe, Recipe) else ''
+    except (OSError, ValueError) as error:
+        raise RecipeError(recipe.name, [f'--preview: {page}: cannot be written: {error}; name another file']) from error
     if not shown:
         raise RecipeError(recipe.name, ['--preview: no stream of the recipe has photos; leave it out'])
     return f'preview: {shown}: open {page} in a browser'

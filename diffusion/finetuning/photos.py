@@ -4,13 +4,14 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from PIL import Image
+from PIL import Image, ImageChops, ImageOps
 
 from data_prep.converting.buckets import AspectBuckets
 from data_prep.converting.conversion import original_size
 from data_prep.converting.filters import Options
 from data_prep.sources.base import Row, read_image
 from data_prep.sources.formats import find_source
+from data_prep.sources.image_folder import SUFFIXES
 from diffusion.common.storage import scratch_for
 from diffusion.common.text import counted
 from diffusion.contracts.errors import DataError
@@ -19,7 +20,7 @@ from diffusion.recipe.schema import Data, Photos
 
 MAX_NAMED = 20  # photos in one message
 OF_FOLDERS = 'image folder'  # the format of data_prep that reads them
-MASK_SUFFIX = '.mask.png'  # in place of a photo's own
+BRIGHT = 128  # of 255: a mask without it is of another kind, such as class numbers
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def read_photos(photos: Photos, data: Data, key: str = 'photos') -> Iterator[Pho
         raise DataError(
             f'{key}.folder: {photos.folder}: is {kind}; photos are image files, other data become a dataset by python -m data_prep.convert'
         )
-    masks = {name[: -len(MASK_SUFFIX)]: name for name in reader.files if name.lower().endswith(MASK_SUFFIX)}
+    masks = {stem: name for name in reader.files if (stem := _masked(name))}
     if masks and photos.loss_outside is None:
         what = f'{photos.folder}: has {counted(len(masks), "mask")}, {next(iter(masks.values()))} for example'
         raise DataError(f'{key}.folder: {what}; set {key}.loss_outside, to 0.1 for example, or take them out of the folder')
@@ -62,11 +63,14 @@ def read_photos(photos: Photos, data: Data, key: str = 'photos') -> Iterator[Pho
     for part in reader.parts():
         with scratch_for() as scratch:
             for row in reader.rows(part, scratch):
-                if row.key.lower().endswith(MASK_SUFFIX):
+                if _masked(row.key):
                     continue
-                stems.add(stem := row.key.rpartition('.')[0])
+                stem = row.key.rpartition('.')[0]
                 mask = read_image(reader.folder, masks[stem], reader.files[masks[stem]], scratch)[0] or b'' if stem in masks else None
                 photo = _judged(row, options, data.resolution, photos.loss_outside is not None, mask)
+                if mask is not None and stem in stems:
+                    photo = f'{masks[stem]} is the mask of another photo too; rename one'
+                stems.add(stem)
                 if isinstance(photo, Photo):
                     num_masked += photo.mask is not None
                     yield photo
@@ -82,7 +86,13 @@ def read_photos(photos: Photos, data: Data, key: str = 'photos') -> Iterator[Pho
         lines = [f'{counted(len(wrong), "file")} of {photos.folder} cannot be used:', *(f'  - {one}' for one in wrong[:MAX_NAMED]), *more, remedy]
         raise DataError('\n'.join(lines))
     if photos.loss_outside is not None and not num_masked:
-        raise DataError(f'{key}.loss_outside: no photo of {photos.folder} has a mask (NAME{MASK_SUFFIX}) or an alpha channel; leave the key out')
+        raise DataError(f'{key}.loss_outside: no photo of {photos.folder} has a mask (NAME.mask.png) or an alpha channel; leave the key out')
+
+
+def _masked(name: str) -> str:
+    """Return which photo, without its suffix, a file `NAME.mask.png` (or of another format) is the mask of; '' if it is none."""
+    stem, _, suffix = name.rpartition('.')
+    return stem[: -len('.mask')] if suffix.lower() in SUFFIXES and stem.lower().endswith('.mask') else ''
 
 
 def _judged(row: Row, options: Options, side: int, masked: bool, mask_file: bytes | None) -> Photo | str:
@@ -101,16 +111,22 @@ def _judged(row: Row, options: Options, side: int, masked: bool, mask_file: byte
         return str(error)
     if mask_file is not None:
         try:
-            mask = open_image(mask_file).convert('L')
+            mask, alpha = open_image(mask_file).convert('L'), alpha_of(mask_file)
+            mask = mask if alpha is None else ImageChops.multiply(mask, alpha)  # of some the selection is white, of others opaque
         except ImageError as error:
             return f'its mask: {error}'
     if mask is not None and mask.size != image.image.size:
         return f'its mask has {mask.width} x {mask.height} px, the photo {image.image.width} x {image.image.height}'
-    if mask is not None and mask.getextrema()[1] == 0:
-        return 'its mask is black everywhere; what is to be learned is white'
     bucket, reason = options.place(*image.image.size)
     if bucket is None:
         return reason or ''
     width, height = map(int, bucket.split('x')) if bucket else (side, side)
+    if mask is not None and (brightest := _brightest(ImageOps.fit(mask, (width, height)))) < BRIGHT:
+        where = 'anywhere' if _brightest(mask) < BRIGHT else 'in the middle, which is trained on'
+        return f'its mask is not white {where} (at most {brightest} of 255); what is to be learned is white'
     sha256, size_px = hashlib.sha256(row.image + (mask_file or b'')).hexdigest(), original_size(row, *image.image.size)
     return Photo(row.key, sha256, captions, bucket, image.content, size_px, (width, height), mask)
+
+
+def _brightest(grey: Image.Image) -> int:
+    return max(value for value, count in enumerate(grey.histogram()) if count)

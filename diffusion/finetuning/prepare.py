@@ -229,8 +229,6 @@ def _encode(photos: Iterable[Photo], source: str, recipe: Recipe, ingredients: M
             for i, (photo, crop) in enumerate(zip(batch, crops, strict=True)):
                 if not np.isfinite(arrays['moments'][i]).all():
                     raise DataError(f'{source}/{photo.key}: its latents are not finite; take it out of the folder, or name another VAE')
-                if outside is not None and not arrays[LOSS_MAP][i].any():
-                    raise DataError(f'{source}/{photo.key}: nothing of its mask is left in the middle of it, which is trained on; crop the photo')
                 sample: dict[str, Any] = {'key': photo.key, 'caption': photo.captions[0][0], 'captions': photo.captions}
                 sample |= {'size': np.array(photo.size_px[::-1], np.int32), 'crop': np.array(crop, np.int32)}
                 sample |= {column: values[i] for column, values in arrays.items()}

@@ -11,18 +11,17 @@ Exit codes are train.py's. 64, 65, 73 and 77 are final; after anything else Ray 
 
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
-import threading
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
 from diffusion.common.command_line import Arguments, option, positional
-from diffusion.common.processes import RESUMED_BY, signals_as_exceptions
+from diffusion.common.processes import RESUMED_BY
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal, connect, disconnect
 from diffusion.common.text import counted, print_message
 from diffusion.contracts.errors import BAD_DATA, BAD_RECIPE, CRASH, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
@@ -33,8 +32,9 @@ from diffusion.recipe.rules import batch_divides
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_SEC = 30  # for all workers to start: of a machine that was just lost Ray may believe for a while that it is there, and then asks in vain
 FINAL = (FINISHED, BAD_RECIPE, BAD_DATA, SUPERSEDED, NON_FINITE)
-# Composer's launcher, which stops its ranks when the worker that started it is gone, even killed. It is in a session of its own: Ray kills all
-# processes of a worker's, and the ranks have to save.
+# Composer's launcher, which stops its ranks when the shell that started it is gone. Ray kills the processes that a worker has started, and all of
+# its session: that is the shell alone, and the ranks are asked to save.
+SHELL = ['/bin/sh', '-c', '"$@"; exit $?', 'sh']
 LAUNCHER = """
 import runpy, signal
 from diffusion.common.processes import end_with_parent
@@ -75,6 +75,7 @@ def main() -> int:
         print_message(str(error))
         return STALLED if isinstance(error, ClusterError) else BAD_RECIPE
     os.environ.setdefault('RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S', str(START_SEC))  # Ray's: 60
+    from ray.exceptions import RayActorError
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # TorchTrainer's workers would join a process group of their own
     from ray.train.v2.api.exceptions import TrainingFailedError
@@ -91,19 +92,10 @@ def main() -> int:
         ),
         run_config=RunConfig(storage_path=str(Path(recipe.run_folder).resolve() / 'ray'), failure_config=FailureConfig(max_failures=args.failures)),
     )
-    outcome = Future[int]()
-
-    def fit() -> None:
-        try:
-            outcome.set_result(trainer.fit().return_value)
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=fit, daemon=True).start()  # in the main thread Ray would hear Ctrl-C itself, and end with 0
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # Ray hears Ctrl-C while it trains, and ends its workers
     try:
-        with signals_as_exceptions():
-            return outcome.result()
-    except (KeyboardInterrupt, SystemExit):
+        return trainer.fit().return_value
+    except (KeyboardInterrupt, SystemExit, RayActorError):
         print_message('asked to stop: the ranks save their step and end; run the same command again to resume')
         return PREEMPTED
     except TrainingFailedError as error:
@@ -137,7 +129,7 @@ def start_ranks(asked: dict[str, Any]) -> int:
     environment = {**os.environ, **{name: str(value) for name, value in world.items()}, 'PYTHONPATH': path, 'PYTHONUNBUFFERED': '1'}
     environment[RESUMED_BY] = asked['command']
     environment.pop('OMP_NUM_THREADS', None)  # Ray's, not the user's
-    command = [sys.executable, '-c', LAUNCHER, '-n', str(ranks), str(REPOSITORY / 'train.py'), *asked['words']]
+    command = [*SHELL, sys.executable, '-c', LAUNCHER, '-n', str(ranks), str(REPOSITORY / 'train.py'), *asked['words']]
     code = subprocess.run(command, cwd=asked['folder'], env=environment, start_new_session=True, check=False).returncode
     if code not in FINAL:
         raise RuntimeError(f'worker {node}: exit code {code}')

@@ -334,7 +334,11 @@ def test_a_mask_that_changes_is_noticed(load, photos, tmp_path):
     [
         ({'a.mask.png': 40}, None, r'has 1 mask, a.mask.png for example; set photos.loss_outside, to 0.1 for example'),
         ({'a.mask.png': 41}, 0.1, r'a.png: its mask has 41 x 60 px, the photo 40 x 60\n'),
-        ({'a.mask.png': 0}, 0.1, r'a.png: its mask is black everywhere; what is to be learned is white\n'),
+        ({'a.mask.png': 0}, 0.1, r'a.png: its mask is not white anywhere \(at most 0 of 255\); what is to be learned is white\n'),
+        ({'a.mask.png': 1}, 0.1, r'a.png: its mask is not white anywhere \(at most 1 of 255\)'),  # class numbers
+        ({'a.mask.png': 'top'}, 0.1, r'a.png: its mask is not white in the middle, which is trained on \(at most 0 of 255\)'),
+        ({'a.mask.jpg': 40}, None, r'has 1 mask, a.mask.jpg for example'),
+        ({'a.jpg': 'photo', 'a.mask.png': 40}, 0.1, r'a.png: a.mask.png is the mask of another photo too; rename one\n'),
         ({'a.mask.png': b'none'}, 0.1, r'a.png: its mask: not a readable JPEG, PNG or WebP\n'),
         ({'c.mask.png': 40}, 0.1, r'c.mask.png: no photo of this name\n'),
         ({}, 0.1, r'^photos.loss_outside: no photo of .* has a mask \(NAME.mask.png\) or an alpha channel; leave the key out'),
@@ -345,8 +349,11 @@ def test_a_mask_that_cannot_be_used_is_named(files, loss_outside, expected, tmp_
     for name, content in files.items():
         if isinstance(content, bytes):
             (tmp_path / name).write_bytes(content)
-        else:
-            Image.new('L', (content or 40, 60), 255 if content else 0).save(tmp_path / name)
+            continue
+        mask = Image.new('L', (content if content in (40, 41) else 40, 60), content if content in (0, 1) else 255)
+        if content == 'top':
+            mask.paste(0, (0, 5, 40, 60))
+        mask.save(tmp_path / name)
     with pytest.raises(DataError, match=expected):
         list(read_photos(Photos(str(tmp_path), 'all', loss_outside), Data(kind='latents', resolution=32)))
 
@@ -371,6 +378,31 @@ def test_the_preview_shows_each_photo_as_it_is_trained_on(load, settings, photos
     left, right = (np.asarray(Image.open(io.BytesIO(pictures[1])), np.float32)[:, part].std(axis=2).mean() for part in (slice(14), slice(18, None)))
     assert left > 4 * right  # outside the mask there is no colour
     assert OWN_CAPTION in text
+
+
+def test_a_mask_may_be_of_any_format_and_select_by_its_alpha(tmp_path):
+    for name in 'ab':
+        Image.new('RGB', (40, 60)).save(tmp_path / f'{name}.png')
+    selection = Image.new('RGBA', (40, 60), (255, 255, 255, 0))
+    selection.paste((255, 255, 255, 255), (0, 20, 40, 40))
+    selection.save(tmp_path / 'a.mask.webp', lossless=True, exact=True)
+    selection.getchannel('A').save(tmp_path / 'b.Mask.JPG', quality=95)
+    for photo in read_photos(Photos(str(tmp_path), 'all', 0.0), Data(kind='latents', resolution=32)):
+        inside = np.asarray(photo.mask) > 128
+        assert inside[20:40].all()
+        assert not inside[:20].any()
+        assert not inside[40:].any()
+
+
+@pytest.mark.parametrize('page', ['', 'encoders', '/proc/photos.html', 'a.txt/page.html'])
+def test_a_preview_that_cannot_be_written_is_refused(page, settings, photos, capsys, monkeypatch, tmp_path):
+    (tmp_path / 'a.txt').touch()
+    (tmp_path / 'encoders').mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr('sys.argv', ['check', str(REPOSITORY / 'yamls/sd2-base-256.yaml'), '--preview', page, *settings])
+    assert check.main() == 2
+    assert f'--preview: {page or "."}: cannot be written: ' in (said := capsys.readouterr().err)
+    assert 'name another file' in said
 
 
 def test_a_preview_without_photos_is_refused(overrides, capsys, monkeypatch, tmp_path):

@@ -7,6 +7,7 @@ import sys
 import time
 from importlib.util import find_spec
 
+import psutil
 import pytest
 
 from diffusion.checkpoints.reading import find_checkpoint, read_checkpoint, training_weights
@@ -85,13 +86,28 @@ def settings(encoders_folder):
     return [*TINY, *BATCH, f'model.encoders.source={encoders_folder}', 'optimizer.lr=1e-3', 'checkpoint.every=50ba']
 
 
+def ranks(tmp_path):
+    """Processes of train.py that train into the folder."""
+    found = psutil.process_iter(['cmdline'])
+    return [
+        one for one in found if (one.info['cmdline'] or [])[1:2] == [str(REPOSITORY / 'train.py')] and str(tmp_path) in ' '.join(one.info['cmdline'])
+    ]
+
+
+def assert_none_left(tmp_path):
+    deadline = time.monotonic() + 60  # Composer's launcher kills after 30 s
+    while left := ranks(tmp_path):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)
+
+
 def lose_machine(cluster):
     cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
 
 
 def assert_same_weights(tmp_path, settings, duration):
     with train([*settings, f'run_folder={tmp_path}/whole', duration]) as process:
-        process.wait()
+        process.wait(timeout_sec=DEADLINE_SEC)
     whole, elastic = (training_weights(read_checkpoint(find_checkpoint(tmp_path / name))) for name in ('whole', 'elastic'))
     for name, weight in whole.items():
         assert (elastic[name] - weight).abs().max() < 2e-4, name  # to the order of summation
@@ -119,8 +135,19 @@ def test_asked_to_stop_it_saves_and_the_same_command_resumes(cluster, settings, 
         driver.wait_for(lambda: driver.batch() > 20)
         driver.process.terminate()
         driver.wait(PREEMPTED)
+    assert_none_left(tmp_path)
     with Driver(cluster, tmp_path, *words[:-2], 'train.duration=60ba', words[-1]) as driver:
         assert 'resuming from' in driver.wait(0)
+
+
+def test_a_rank_that_is_killed_while_it_starts_leaves_no_other_behind(cluster, settings, tmp_path):
+    with Driver(cluster, tmp_path, '--workers', '2', *settings, 'train.duration=30ba', f'run_folder={tmp_path}/elastic') as driver:
+        driver.wait_for(lambda: len(ranks(tmp_path)) == 2)
+        first = ranks(tmp_path)
+        first[-1].kill()
+        driver.wait(0)
+    assert_none_left(tmp_path)
+    assert not any(one.is_running() for one in first)
 
 
 def test_wrong_encoders_are_not_tried_again(cluster, settings, tmp_path):
