@@ -24,13 +24,13 @@ def write_preview(recipe: Recipe, path: Path) -> str:
     Raises:
         DataError: photos cannot be used.
     """
-    found = {key: [*read_photos(stream.photos, recipe.data, f'{key}.photos')] for key, stream in streams_of(recipe).items() if stream.photos}
+    named = {key: stream.photos for key, stream in streams_of(recipe).items() if stream.photos}
+    found = {key: [*read_photos(photos, recipe.data, f'{key}.photos')] for key, photos in named.items()}
     if not found:
         return ''
     photos = [photo for its in found.values() for photo in its]
     cut_off = sum(share_cut_off(photo) > MUCH_CUT_OFF for photo in photos)
     sizes = Counter('{} x {}'.format(*photo.train_px) for photo in photos)
-    outside = {key: stream.photos.loss_outside for key, stream in streams_of(recipe).items() if stream.photos}
     write_page(
         path,
         'photos.html',
@@ -45,7 +45,7 @@ def write_preview(recipe: Recipe, path: Path) -> str:
         cut_off=cut_off,
         buckets=recipe.data.aspect_buckets,
         sizes=[(f'{size} px', f'{count:,}') for size, count in sizes.most_common()],
-        streams=[(key, outside[key], [(_thumbnail(photo), photo.captions, *_facts(photo)) for photo in its]) for key, its in found.items()],
+        streams=[(key, named[key].loss_outside, [*map(_card, its)]) for key, its in found.items()],
     )
     return f'{counted(len(photos), "photo")}, {cut_off} with more than {MUCH_CUT_OFF:.0%} cut off'
 
@@ -57,22 +57,17 @@ def share_cut_off(photo: Photo) -> float:
     return 1 - min(ratio, 1 / ratio)
 
 
-def _facts(photo: Photo) -> tuple[str, str, bool]:
-    """The photo's path, its sizes and mask in words, and whether much is cut off."""
+def _card(photo: Photo) -> tuple[str, list[tuple[str, float]], str, str, bool]:
+    """The photo as it is trained on, pale outside its mask, its captions, its path, its sizes and mask in words, and whether much is cut off."""
     (width, height), (train_width, train_height), cut_off = photo.size_px, photo.train_px, share_cut_off(photo)
     text = f'{width} x {height} px to {train_width} x {train_height}, {cut_off:.0%} cut off'
-    if photo.mask is not None:
-        text += f'; mask: {cover(photo.mask.convert("RGB"), *photo.train_px)[0].float().mean() / 255:.0%}'
-    return photo.key, text, cut_off > MUCH_CUT_OFF
-
-
-def _thumbnail(photo: Photo) -> str:
     image = Image.fromarray(covered(photo.content, *photo.train_px)[0].permute(1, 2, 0).numpy())
     if photo.mask is not None:
-        inside = Image.fromarray(cover(photo.mask.convert('RGB'), *photo.train_px)[0].numpy())
+        inside = cover(photo.mask.convert('RGB'), *photo.train_px)[0]
+        text += f'; mask: {inside.float().mean() / 255:.0%}'
         pale = Image.blend(image.convert('L').convert('RGB'), Image.new('RGB', image.size, 'white'), MASKED_OUT)
-        image = Image.composite(image, pale, inside)
+        image = Image.composite(image, pale, Image.fromarray(inside.numpy()))
     image.thumbnail((THUMBNAIL_PX, THUMBNAIL_PX))
     content = io.BytesIO()
     image.save(content, 'JPEG', quality=88)
-    return data_uri(content.getvalue(), 'image/jpeg')
+    return data_uri(content.getvalue(), 'image/jpeg'), photo.captions, photo.key, text, cut_off > MUCH_CUT_OFF

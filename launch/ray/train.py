@@ -23,7 +23,7 @@ from pydantic import BeforeValidator, NonNegativeInt, PositiveFloat, PositiveInt
 from diffusion.common.command_line import Arguments, option, positional
 from diffusion.common.processes import RESUMED_BY
 from diffusion.common.ray_cluster import ClusterError, ClusterRefusal, connect, disconnect
-from diffusion.common.text import counted, print_message
+from diffusion.common.text import counted, first_line, print_message
 from diffusion.contracts.errors import BAD_DATA, BAD_RECIPE, CRASH, FINISHED, NON_FINITE, PREEMPTED, STALLED, SUPERSEDED
 from diffusion.cost.prices import RULES
 from diffusion.recipe import RecipeError, load_any_recipe
@@ -43,9 +43,9 @@ runpy.run_module('composer.cli', run_name='__main__', alter_sys=True)
 """
 
 
-def workers_of(text: str | tuple[int, int]) -> tuple[int, int]:
+def workers_of(text: str) -> tuple[int, int]:
     """Read `2..8`, or one number for no other."""
-    words = text.split('..') if isinstance(text, str) else [*map(str, text)]
+    words = text.split('..')
     if not all(word.isdigit() for word in words) or len(words) > 2 or not 1 <= int(words[0]) <= int(words[-1]):
         raise ValueError(f'{text!r} is neither a number of workers nor a range such as 2..8')
     return int(words[0]), int(words[-1])
@@ -95,9 +95,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # Ray hears Ctrl-C while it trains, and ends its workers
     try:
         return trainer.fit().return_value
-    except (KeyboardInterrupt, SystemExit, RayActorError):
+    except (KeyboardInterrupt, SystemExit):
         print_message('asked to stop: the ranks save their step and end; run the same command again to resume')
         return PREEMPTED
+    except RayActorError as error:
+        print_message(f'Ray Train is gone, with its machine or the head of the cluster; run the same command again to resume: {first_line(error)}')
+        return STALLED
     except TrainingFailedError as error:
         causes = [str(cause) for cause in getattr(error, 'worker_failures', {}).values()] or [str(error)]
         print_message(f'not started again after {args.failures} failures, the last: {"; ".join(causes)}')
